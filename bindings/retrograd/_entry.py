@@ -1,0 +1,91 @@
+"""Where retrograd takes its place inside PyTorch: what install() puts in, and uninstall() takes out again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from retrograd._load import load
+
+_C = load()
+
+_lock = threading.Lock()
+_engine = _C.Engine()
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> bool:
+    """Installs both entries and the small patches that belong to them. False if it was already done."""
+    with _lock:
+        if _C.is_installed():
+            return False
+        _C.install()
+        _replace(Variable, "_execution_engine", _engine)
+        # Inside a region libtorch takes the region for the current node; the function that tells Python is ours.
+        _replace(torch._C, "_current_autograd_node", _C.current_autograd_node)
+        _watch_saved_tensor_hooks()
+        _watch_compiled_autograd()
+        return True
+
+
+def uninstall() -> bool:
+    """Takes out what install() put in, except what someone has replaced since. False if there is nothing."""
+    with _lock:
+        if not _C.is_installed():
+            return False
+        while _undo:
+            _undo.pop()()
+        _C.uninstall()
+        return True
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if getattr(owner, name) is value:
+            setattr(owner, name, previous)
+
+    _undo.append(undo)
+
+
+def _watch_saved_tensor_hooks() -> None:
+    """SavedTensor.register_hooks bypasses the engine, which must know that such hooks exist (see FACTS: GIL)."""
+    saved_tensor = torch._C._autograd.SavedTensor
+    register_hooks = saved_tensor.register_hooks
+
+    @functools.wraps(register_hooks)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _C.note_ungated_hooks()
+        return register_hooks(self, *args, **kwargs)
+
+    _replace(saved_tensor, "register_hooks", noting)
+
+
+def _watch_compiled_autograd() -> None:
+    """PyTorch's own compiled autograd hangs itself in front of every engine: while it is on, calls go to it."""
+    module = torch._C._dynamo.compiled_autograd
+    set_autograd_compiler = module.set_autograd_compiler
+
+    def watching(compiler: Any, dynamic: bool) -> Any:
+        prior = set_autograd_compiler(compiler, dynamic)
+        _C.set_stock_compiled_autograd_active(compiler is not None)
+        return prior
+
+    # What is set at this moment can only be read by setting something.
+    compiler, dynamic = set_autograd_compiler(None, False)
+    set_autograd_compiler(compiler, dynamic)
+    _C.set_stock_compiled_autograd_active(compiler is not None)
+    _replace(module, "set_autograd_compiler", watching)
+
+
+# In a forked child PyTorch makes its Python engine anew at its next use through Python; C++ callers reach it by
+# address. One use is enough.
+os.register_at_fork(after_in_child=torch._C._ImperativeEngine().is_checkpoint_valid)

@@ -1,0 +1,201 @@
+"""Running one job on both engines, and showing what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import retrograd
+
+EnterEngine = Callable[[], contextlib.AbstractContextManager[Any]]
+
+ROUNDS = 20
+
+
+class Trainer(Protocol):
+    """One job's models and optimizers, which learn the same from the same seeds whatever runs the backward."""
+
+    models: int  # trained at the same time, one optimizer step each per step of the job
+    backward_calls_per_step: int  # over all models, nested ones included
+    nested_calls_per_step: int  # backward calls made inside another one
+
+    def advance(self, steps: int, enter_engine: EnterEngine) -> None:
+        """Train for some steps, entering the engine's context in every thread that calls backward."""
+
+    def losses(self) -> list[list[float]]:
+        """Give the training loss of every step so far, one list for each model."""
+
+    def summary(self) -> str:
+        """Say in one line what was learned."""
+
+    def close(self) -> None:
+        """End the job's threads."""
+
+
+@dataclass
+class Side:
+    """What one engine did."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    losses: list[list[float]] = field(default_factory=list)
+
+    @property
+    def steps_per_second(self) -> float:
+        """Optimizer steps of all models per second."""
+        return self.steps / self.seconds
+
+
+@dataclass
+class Comparison:
+    """One job on both engines."""
+
+    job: str
+    title: str
+    stock: Side
+    ours: Side
+    stats: dict[str, Any]
+    expected_calls: int
+    expected_nested: int
+    summary: str
+
+    @property
+    def same_losses(self) -> bool:
+        """Whether every loss of every step is equal bit for bit."""
+        return self.stock.losses == self.ours.losses
+
+    def problem(self) -> str | None:
+        """Give a sentence about what went wrong, or None."""
+        calls = self.stats["calls"]["schedule"]
+        if not self.same_losses:
+            model, step = _first_difference(self.stock.losses, self.ours.losses)
+            return (
+                f"{self.job}: the losses differ from the stock engine's, first at step {step} of model {model}; "
+                "please report this as a bug."
+            )
+        if calls < self.expected_calls or self.stats["nested_calls"] < self.expected_nested:
+            reasons = {k: v for k, v in self.stats["previous_reasons"].items() if v}
+            return (
+                f"{self.job}: retrograd ran {calls} of {self.expected_calls} backward calls "
+                f"({self.stats['nested_calls']} of {self.expected_nested} nested ones); "
+                f"the previous engine ran the others, reasons: {reasons or 'none given'}."
+            )
+        if self.stats["hits"] == 0:
+            return f"{self.job}: no backward call found its plan in the cache; please report this as a bug."
+        return None
+
+
+def _first_difference(a: list[list[float]], b: list[list[float]]) -> tuple[int, int]:
+    for model, (left, right) in enumerate(zip(a, b, strict=True)):
+        for step, (x, y) in enumerate(zip(left, right, strict=True)):
+            if x != y:
+                return model, step
+    raise AssertionError("no difference")
+
+
+def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: int, backend: str) -> Comparison:
+    """Train the same job twice, in rounds that alternate between the stock engine and retrograd."""
+    sides = {"stock": Side(), "retrograd": Side()}
+    trainers = {name: make_trainer() for name in sides}
+    bars = {
+        name: tqdm(total=steps, desc=f"{job:<7}{name:<9}", unit="step", position=i, disable=not sys.stderr.isatty())
+        for i, name in enumerate(sides)
+    }
+    retrograd.cache_clear()
+    retrograd.reset_stats()
+    try:
+        rounds = min(ROUNDS, steps)
+        for i in range(rounds):
+            count = steps * (i + 1) // rounds - steps * i // rounds
+            # The order alternates too, so that a machine that slows down or speeds up favours neither.
+            for name in sorted(sides, reverse=i % 2 == 0):
+                sides[name].seconds += _timed_round(trainers[name], count, backend if name == "retrograd" else None)
+                bars[name].update(count)
+        stats = retrograd.stats()
+        trainer = trainers["retrograd"]
+        for name, side in sides.items():
+            side.losses = trainers[name].losses()
+            side.steps = steps * trainer.models
+        return Comparison(
+            job=job,
+            title=title,
+            stock=sides["stock"],
+            ours=sides["retrograd"],
+            stats=stats,
+            expected_calls=steps * trainer.backward_calls_per_step,
+            expected_nested=steps * trainer.nested_calls_per_step,
+            summary=trainer.summary(),
+        )
+    finally:
+        for bar in bars.values():
+            bar.close()
+        for each in trainers.values():
+            each.close()
+
+
+def _timed_round(trainer: Trainer, steps: int, backend: str | None) -> float:
+    if backend is None:
+        enter_engine: EnterEngine = contextlib.nullcontext
+    else:
+        retrograd.install()
+
+        def enter_engine() -> contextlib.AbstractContextManager[Any]:
+            return retrograd.enable(backend=backend)
+
+    try:
+        start = time.perf_counter()
+        trainer.advance(steps, enter_engine)
+        return time.perf_counter() - start
+    finally:
+        if backend is not None:
+            retrograd.uninstall()
+
+
+def table(comparisons: list[Comparison]) -> str:
+    """Give the closing table as plain text."""
+    head = ["job", "steps/s stock", "steps/s retrograd", "ratio", "same losses", "hits", "misses", "nested calls"]
+    rows = [
+        [
+            c.job,
+            f"{c.stock.steps_per_second:.1f}",
+            f"{c.ours.steps_per_second:.1f}",
+            f"{c.ours.steps_per_second / c.stock.steps_per_second:.2f}",
+            "yes" if c.same_losses else "NO",
+            str(c.stats["hits"]),
+            str(c.stats["misses"]),
+            str(c.stats["nested_calls"]),
+        ]
+        for c in comparisons
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+        for row in [head, ["-" * width for width in widths], *rows]
+    ]
+    return "\n".join(lines)
+
+
+def save_curves(comparisons: list[Comparison], path: Path) -> None:
+    """Draw the loss curves of both engines, the mean over a job's models, into a PNG file."""
+    mpl.rcParams["font.size"] = 9
+    figure = Figure(figsize=(5.2 * len(comparisons), 3.6), layout="constrained")
+    for axes, comparison in zip(figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons):
+        for label, side, style in (
+            ("stock", comparison.stock, {"linewidth": 3.5, "color": "#b9c4d0"}),
+            ("retrograd", comparison.ours, {"linewidth": 1.0, "color": "#b3261e", "linestyle": "--"}),
+        ):
+            mean = [sum(values) / len(values) for values in zip(*side.losses, strict=True)]
+            axes.plot(range(1, len(mean) + 1), mean, label=label, **style)
+        axes.set(title=comparison.title, xlabel="step", ylabel="training loss", ylim=(0, None))
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=140, format="png")

@@ -1,0 +1,54 @@
+// The calling thread's compiler-call context: the options in force and the stack of calls in progress.
+//
+// A ThreadContext belongs to one thread and is touched by no other. When the stock engine moves a nested call to
+// another thread (past 60 levels), the region node carries setting and frame there and ContextScope puts them
+// into that thread's context for as long as the region runs. The thread that waits for it does not run meanwhile,
+// so a frame is only ever used by one thread at a time.
+#pragma once
+
+#include <torch/csrc/autograd/node.h>
+
+#include "retrograd/retrograd.h"
+
+namespace retrograd {
+
+// One backward call in progress. Lives on the stack of the thread that runs its region.
+struct CallFrame {
+  CallFrame* parent = nullptr;  // the call this one is nested in; null for an outermost call
+  uint64_t depth = 1;           // 1 for an outermost call
+  // The node whose step is running, as torch._C._current_autograd_node() should report it; null between steps.
+  torch::autograd::Node* current_node = nullptr;
+};
+
+struct ThreadContext {
+  detail::Setting setting;     // kInherit: the process default applies
+  CallFrame* frame = nullptr;  // innermost call in progress on this thread
+
+  // The setting after the default is applied; mode is kDisabled or kEnabled.
+  detail::Setting in_force() const noexcept;
+};
+
+ThreadContext& thread_context() noexcept;
+
+// Puts a call's setting and frame into this thread's context, and the former ones back at the end.
+class ContextScope {
+ public:
+  ContextScope(detail::Setting setting, CallFrame& frame) noexcept
+      : context_(thread_context()), outer_(context_) {
+    context_.setting = setting;
+    context_.frame = &frame;
+  }
+  ~ContextScope() { context_ = outer_; }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  ThreadContext& context_;
+  ThreadContext outer_;
+};
+
+// The node that is running on this thread, as the user sees it: inside a region the step's own node, else what
+// libtorch says (null outside backward).
+c10::intrusive_ptr<torch::autograd::Node> current_node();
+
+}  // namespace retrograd

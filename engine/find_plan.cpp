@@ -1,0 +1,110 @@
+#include "engine/find_plan.h"
+
+#include <array>
+
+#include "engine/plan_cache.h"
+
+namespace retrograd {
+namespace {
+
+// The plans that this thread used last, most recent first. A training step visits few graphs over and over (an
+// outer one and, with reentrant checkpoint, one for each block), and binding a plan to a graph is several times
+// cheaper than walking it, so these are tried before the cache is asked.
+class RecentPlans {
+ public:
+  // The first recent plan that fits the graph under `root`, with call.nodes bound; null if none does.
+  FoundPlan find(Node& root, PreparedCall& call) {
+    for (size_t i = 0; i < size_; ++i) {
+      const FoundPlan& entry = entries_[i];
+      const GraphShape& shape = entry.schedule->shape();
+      // The shape starts with the root's input, which is not part of what bind() compares.
+      if (call.single_root && shape.root_input != call.roots[0].input_nr) continue;
+      if (!entry.schedule->bind(root, call.nodes)) continue;
+      if (!plan_trie().touch(*entry.leaf)) {  // evicted or cleared: must be found anew, or made anew
+        forget(i);
+        return {};
+      }
+      if (i != 0) std::swap(entries_[i], entries_[i / 2]);
+      return entries_[i / 2];
+    }
+    return {};
+  }
+
+  void remember(const FoundPlan& found) {
+    if (size_ < entries_.size()) ++size_;
+    for (size_t i = size_ - 1; i > 0; --i) entries_[i] = std::move(entries_[i - 1]);
+    entries_[0] = found;
+  }
+
+ private:
+  void forget(size_t i) {
+    for (; i + 1 < size_; ++i) entries_[i] = std::move(entries_[i + 1]);
+    entries_[--size_] = {};
+  }
+
+  std::array<FoundPlan, 8> entries_;
+  size_t size_ = 0;
+};
+
+struct PerThread {
+  RecentPlans recent;
+  GraphShape shape;  // a walk's result, until a plan takes it over
+  WalkedGraph graph;
+  cache::Path path;
+  cache::Memo memo;
+};
+
+PerThread& per_thread() {
+  thread_local PerThread state;
+  return state;
+}
+
+}  // namespace
+
+cache::Trie& plan_trie() {
+  static auto* const trie = std::make_unique<cache::Trie>().release();
+  return *trie;
+}
+
+void cache_clear() { plan_trie().clear(); }
+
+FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
+  PerThread& mine = per_thread();
+  Stopwatch watch;
+  const bool prunes = !call.outputs.empty();
+  if (!prunes) {
+    if (FoundPlan found = mine.recent.find(root, call); found.schedule != nullptr) {
+      watch.lap(stats.walk_ns);
+      stats.hits.add(1);
+      return found;
+    }
+  }
+
+  if (!walk(root, call.accumulate, call.outputs, mine.shape, mine.graph)) return {};
+  mine.shape.root_input = call.single_root ? call.roots[0].input_nr : 0;
+  call.nodes = mine.graph.nodes;
+  call.not_running = mine.graph.not_running;
+  watch.lap(stats.walk_ns);
+
+  mine.path.clear();
+  append_keys(mine.shape, mine.path);
+  FoundPlan found;
+  found.leaf = plan_trie().find_or_insert(mine.path, &mine.memo).leaf;
+  // The same structure in the same order makes the same schedule, so one per leaf is enough. Making it runs no
+  // user code and takes microseconds: threads that want the same one wait.
+  const void* plan = found.leaf->find({});
+  if (plan != nullptr) {
+    stats.hits.add(1);
+  } else {
+    stats.misses.add(1);
+    plan = found.leaf->get_or_build({}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
+      return make_schedule(mine.shape, call.nodes);
+    });
+  }
+  found.schedule = static_cast<const Schedule*>(plan);
+  if (!prunes) mine.recent.remember(found);
+  watch.lap(stats.lookup_ns);
+  return found;
+}
+
+}  // namespace retrograd

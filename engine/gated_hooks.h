@@ -1,0 +1,44 @@
+// Python objects that the engine may come across, without linking to Python.
+//
+// libtorch's compiled_args of Python functions, Python hooks and Python saved-tensor hooks touch reference counts
+// without taking the GIL. Code of ours that calls compiled_args therefore takes it where such objects can be reached.
+// How to take it is told by the bindings; in a program without Python nobody tells, and there is nothing to take.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <memory>
+
+namespace retrograd {
+
+struct PythonGate {
+  void* (*acquire)();     // takes the GIL; the result goes to release
+  void (*release)(void*);
+};
+
+// Set once by the bindings. The gate must live for ever.
+void set_python_gate(const PythonGate* gate) noexcept;
+
+// Holds the GIL while alive, if there is a Python; free otherwise.
+class PythonGateLock {
+ public:
+  explicit PythonGateLock(bool take = true);
+  ~PythonGateLock();
+  PythonGateLock(const PythonGateLock&) = delete;
+  PythonGateLock& operator=(const PythonGateLock&) = delete;
+
+ private:
+  const PythonGate* gate_ = nullptr;
+  void* state_ = nullptr;
+};
+
+// The same hooks, but what compiled_args asks of them is answered under the GIL. Null stays null.
+std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
+    std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
+
+// SavedTensor.register_hooks puts Python hooks on a saved tensor without asking the engine, so they come ungated;
+// from the first such call on, collecting takes the GIL always.
+void note_ungated_hooks() noexcept;
+bool ungated_hooks_exist() noexcept;
+
+}  // namespace retrograd

@@ -1,0 +1,28 @@
+#include "engine/node_kind.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+
+#include <string_view>
+
+namespace retrograd {
+
+NodeKind node_kind(const std::type_info& type) {
+  using namespace torch::autograd;
+  if (type == typeid(AccumulateGrad)) return NodeKind::kAccumulate;
+  // Mangled names of everything derivatives.yaml makes.
+  if (std::string_view(type.name()).starts_with("N5torch8autograd9generated")) return NodeKind::kPlain;
+  // CopySlices is not here: it runs another node, which may be a user's.
+  if (type == typeid(GraphRoot) || type == typeid(CopyBackwards) || type == typeid(Identity) ||
+      type == typeid(UndefinedGrad) || type == typeid(UndefinedGradBackward)) {
+    return NodeKind::kPlain;
+  }
+  return NodeKind::kUser;
+}
+
+bool is_python_node(const std::type_info& type) {
+  return std::string_view(type.name()) == "N5torch8autograd6PyNodeE";
+}
+
+}  // namespace retrograd

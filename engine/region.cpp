@@ -1,0 +1,103 @@
+#include "engine/region.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "engine/graph_task.h"
+#include "engine/stats.h"
+
+namespace retrograd {
+namespace {
+
+using torch::autograd::GraphTask;
+
+// Never runs anything. A region with inputs= has one as its only output, because a graph task counts as "imperative"
+// (and lets reentrant checkpoint run) exactly while nothing is to be captured.
+class CaptureSlot final : public Node {
+ public:
+  CaptureSlot() : Node(/*sequence_nr=*/0) { add_input_metadata(Node::undefined_input()); }
+  std::string name() const override { return "CaptureSlot"; }
+
+ private:
+  variable_list apply(variable_list&&) override { return {}; }
+};
+
+class BackwardRegion final : public Node {
+ public:
+  // An explicit sequence number: taking one from the thread's counter would shift those of the user's nodes.
+  BackwardRegion(PreparedCall& call, const at::Tensor& token) : Node(/*sequence_nr=*/UINT64_MAX), call_(call) {
+    add_input_metadata(token);
+  }
+  std::string name() const override { return "BackwardRegion"; }
+
+ private:
+  variable_list apply(variable_list&&) override {
+    GraphTask& task = current_graph_task();
+    describe(task);
+
+    CallFrame frame{.parent = call_.parent, .depth = call_.parent ? call_.parent->depth + 1 : 1};
+    ContextScope scope(call_.setting, frame);
+    call_.schedule->run({.nodes = call_.nodes,
+                         .root_gradients = call_.single_root ? &call_.gradients : nullptr,
+                         .keep_graph = call_.keep_graph,
+                         .use_streams = call_.use_streams,
+                         .task = task,
+                         .frame = frame,
+                         .captured = call_.captured});
+    return variable_list(num_outputs());  // results go back in call_.captured, not through the slot
+  }
+
+  // Nodes may ask the task which nodes it will run and which gradients it needs (multi-grad hooks,
+  // needs_input_grad); these are the answers for the real graph.
+  void describe(GraphTask& task) const {
+    const Schedule& schedule = *call_.schedule;
+    auto& in_graph = task.nodes_in_graph_;
+    in_graph.reserve(call_.nodes.size() + call_.not_running.size() + 1);
+    // The stock engine counts a node as part of the graph when an edge leads to it; none leads to step 0.
+    in_graph.insert(call_.nodes.begin() + 1, call_.nodes.end());
+    in_graph.insert(call_.not_running.begin(), call_.not_running.end());
+
+    task.graph_roots_.clear();
+    for (const Edge& root : call_.roots) task.graph_roots_.push_back(root.function.get());
+
+    if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
+
+    if (call_.outputs.empty()) return;
+    for (size_t k = 0; k < call_.nodes.size(); ++k) {
+      task.exec_info_[call_.nodes[k]].needed_ = schedule.shape().steps[k].needed;
+    }
+    for (size_t i = 0; i < call_.outputs.size(); ++i) {
+      auto& info = task.exec_info_[call_.outputs[i].function.get()];
+      if (call_.accumulate) {
+        info.needed_ = true;
+      } else {
+        if (!info.captures_) info.captures_ = std::make_unique<std::vector<GraphTask::ExecInfo::Capture>>();
+        info.captures_->emplace_back(static_cast<int>(call_.outputs[i].input_nr), static_cast<int>(i));
+      }
+    }
+  }
+
+  PreparedCall& call_;
+};
+
+}  // namespace
+
+bool is_region(const Node* node) { return node != nullptr && typeid(*node) == typeid(BackwardRegion); }
+
+void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool create_graph) {
+  // What the region is given as its gradient; nobody reads it. One per thread, so that threads do not share its
+  // reference count.
+  thread_local const at::Tensor token = at::empty({0});
+  auto region = c10::make_intrusive<BackwardRegion>(call, token);
+  edge_list slots;
+  if (!call.outputs.empty()) {
+    auto slot = c10::make_intrusive<CaptureSlot>();
+    region->add_next_edge(Edge(slot, 0));
+    slots.emplace_back(std::move(slot), 0);
+    if (!call.accumulate) call.captured.resize(call.outputs.size());
+  }
+  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, create_graph,
+                 slots.empty() || call.accumulate, slots);
+}
+
+}  // namespace retrograd

@@ -1,0 +1,48 @@
+// The region: a node that the stock engine runs as a one-node graph, and whose apply() is a whole backward call.
+//
+// Run this way, a call keeps everything that the stock engine owns: the graph-task id, final callbacks, reentrant
+// depth and the hand-off to another thread past 60 levels, exceptions with their type, thread-local state around the
+// call, delayed warnings. Nothing process-wide is touched, so calls of other threads and nested calls are
+// independent. The region makes its graph task describe the real graph, for whoever asks the task about it.
+#pragma once
+
+#include <torch/csrc/autograd/node.h>
+
+#include <optional>
+#include <vector>
+
+#include "engine/context.h"
+#include "engine/schedule.h"
+
+namespace retrograd {
+
+// Everything about one call that was found before its region starts. Lives on the stack of the calling thread, which
+// waits for the region; the region may run on another thread.
+struct PreparedCall {
+  const edge_list& roots;
+  const variable_list& gradients;
+  bool keep_graph;
+  bool accumulate;           // backward(): true; grad(): false
+  const edge_list& outputs;  // what inputs= named; empty: all leaves
+
+  bool single_root = true;   // step 0 is roots[0]'s own node, not a GraphRoot
+  std::vector<Node*> nodes{};  // by step
+  std::vector<Node*> not_running{};
+  const Schedule* schedule = nullptr;
+
+  // Accelerator streams current on the calling thread, by device; empty when no node has a stream.
+  bool use_streams = false;
+  std::vector<std::optional<c10::Stream>> caller_streams{};
+
+  detail::Setting setting;
+  CallFrame* parent = nullptr;
+
+  variable_list captured{};  // results, for grad()
+};
+
+// Runs the call inside a region executed by `engine` (the previous engine). Results are left in call.captured.
+void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool create_graph);
+
+bool is_region(const Node* node);
+
+}  // namespace retrograd

@@ -1,0 +1,109 @@
+#include "engine/stats.h"
+
+#include <mutex>
+#include <unordered_set>
+
+#include "engine/plan_cache.h"
+
+namespace retrograd {
+namespace {
+
+constexpr double kNanosecond = 1e-9;
+
+void accumulate(Stats& total, const ThreadStats& t) {
+  total.schedule_calls += t.schedule_calls.get();
+  for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] += t.previous_calls[i].get();
+  total.hits += t.hits.get();
+  total.misses += t.misses.get();
+  total.nested_calls += t.nested_calls.get();
+  total.max_depth = std::max(total.max_depth, t.max_depth.get());
+  total.walk_seconds += static_cast<double>(t.walk_ns.get()) * kNanosecond;
+  total.lookup_seconds += static_cast<double>(t.lookup_ns.get()) * kNanosecond;
+  total.run_seconds += static_cast<double>(t.run_ns.get()) * kNanosecond;
+}
+
+void subtract(Stats& total, const Stats& base) {
+  total.schedule_calls -= base.schedule_calls;
+  for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] -= base.previous_calls[i];
+  total.hits -= base.hits;
+  total.misses -= base.misses;
+  total.nested_calls -= base.nested_calls;
+  total.walk_seconds -= base.walk_seconds;
+  total.lookup_seconds -= base.lookup_seconds;
+  total.run_seconds -= base.run_seconds;
+}
+
+// All threads' counters. Never destroyed: threads may exit after static destructors ran.
+struct Registry {
+  std::mutex mutex;
+  std::unordered_set<ThreadStats*> live;  // guarded by mutex
+  Stats exited;                           // guarded by mutex: totals of threads that are gone
+  Stats baseline;                         // guarded by mutex: what reset_stats() saw; subtracted on reading
+
+  Stats sum_locked() const {
+    Stats total = exited;
+    for (const ThreadStats* t : live) accumulate(total, *t);
+    return total;
+  }
+};
+
+Registry& registry() {
+  static auto* const instance = std::make_unique<Registry>().release();
+  return *instance;
+}
+
+}  // namespace
+
+ThreadStats::ThreadStats() {
+  std::lock_guard lock(registry().mutex);
+  registry().live.insert(this);
+}
+
+ThreadStats::~ThreadStats() {
+  std::lock_guard lock(registry().mutex);
+  registry().live.erase(this);
+  accumulate(registry().exited, *this);
+}
+
+ThreadStats& thread_stats() {
+  thread_local ThreadStats stats;
+  return stats;
+}
+
+Stats stats() {
+  Stats total;
+  {
+    std::lock_guard lock(registry().mutex);
+    total = registry().sum_locked();
+    subtract(total, registry().baseline);
+  }
+  const cache::Trie::Stats trie = plan_trie().stats();
+  total.cache_leaves = trie.leaves;
+  total.cache_nodes = trie.nodes;
+  total.cache_evictions = trie.evictions;
+  return total;
+}
+
+void reset_stats() noexcept {
+  std::lock_guard lock(registry().mutex);
+  registry().baseline = registry().sum_locked();
+  // The deepest call is a maximum, not a sum, so it cannot be subtracted. A thread that raises its own at this
+  // moment may keep the old value; its next deeper call corrects it.
+  registry().exited.max_depth = 0;
+  for (ThreadStats* t : registry().live) t->max_depth.set(0);
+}
+
+std::string_view name(PreviousReason reason) noexcept {
+  switch (reason) {
+    case PreviousReason::kNotEnabled: return "not_enabled";
+    case PreviousReason::kAnomalyMode: return "anomaly_mode";
+    case PreviousReason::kDispatchMode: return "dispatch_mode";
+    case PreviousReason::kFunctorch: return "functorch";
+    case PreviousReason::kCompiledAutograd: return "compiled_autograd";
+    case PreviousReason::kIrregularCall: return "irregular_call";
+    case PreviousReason::kCount: break;
+  }
+  return "unknown";
+}
+
+}  // namespace retrograd

@@ -1,0 +1,54 @@
+// Counters that are always on. Each thread writes only its own, with plain relaxed stores (no read-modify-write, no
+// shared cache line); stats() sums them. A thread that exits leaves its totals behind.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "retrograd/retrograd.h"
+
+namespace retrograd {
+
+// A counter with one writer, its thread, and any number of readers.
+class Counter {
+ public:
+  void add(uint64_t n) noexcept { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
+  void raise_to(uint64_t n) noexcept {
+    if (value_.load(std::memory_order_relaxed) < n) value_.store(n, std::memory_order_relaxed);
+  }
+  void set(uint64_t n) noexcept { value_.store(n, std::memory_order_relaxed); }
+  uint64_t get() const noexcept { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+struct ThreadStats {
+  ThreadStats();   // registers
+  ~ThreadStats();  // folds into the totals of exited threads
+  ThreadStats(const ThreadStats&) = delete;
+  ThreadStats& operator=(const ThreadStats&) = delete;
+
+  Counter schedule_calls, hits, misses, nested_calls, max_depth, walk_ns, lookup_ns, run_ns;
+  std::array<Counter, static_cast<size_t>(PreviousReason::kCount)> previous_calls;
+
+  void count_previous(PreviousReason reason) noexcept { previous_calls[static_cast<size_t>(reason)].add(1); }
+};
+
+ThreadStats& thread_stats();
+
+// Adds the time since its construction, or since the last lap(), to counters.
+class Stopwatch {
+ public:
+  void lap(Counter& counter) noexcept {
+    const auto now = Clock::now();
+    counter.add(static_cast<uint64_t>(std::chrono::nanoseconds(now - start_).count()));
+    start_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+}  // namespace retrograd
