@@ -7,6 +7,7 @@ namespace {
 
 std::atomic<const PythonGate*> python_gate{nullptr};
 std::atomic<bool> ungated_hooks{false};
+std::atomic<bool> saved_tensor_hooks{false};
 
 class GatedHooks final : public torch::autograd::SavedVariableHooks {
  public:
@@ -40,11 +41,17 @@ PythonGateLock::~PythonGateLock() {
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
     std::unique_ptr<torch::autograd::SavedVariableHooks> hooks) {
-  if (hooks == nullptr || python_gate.load(std::memory_order_acquire) == nullptr) return hooks;
+  if (hooks == nullptr) return hooks;
+  saved_tensor_hooks.store(true, std::memory_order_relaxed);
+  if (python_gate.load(std::memory_order_acquire) == nullptr) return hooks;
   return std::make_unique<GatedHooks>(std::move(hooks));
 }
 
-void note_ungated_hooks() noexcept { ungated_hooks.store(true, std::memory_order_relaxed); }
+void note_ungated_hooks() noexcept {
+  ungated_hooks.store(true, std::memory_order_relaxed);
+  saved_tensor_hooks.store(true, std::memory_order_relaxed);
+}
+bool saved_tensor_hooks_exist() noexcept { return saved_tensor_hooks.load(std::memory_order_relaxed); }
 bool ungated_hooks_exist() noexcept { return ungated_hooks.load(std::memory_order_relaxed); }
 
 }  // namespace retrograd

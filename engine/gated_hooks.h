@@ -41,4 +41,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
 void note_ungated_hooks() noexcept;
 bool ungated_hooks_exist() noexcept;
 
+// Whether any saved-tensor hook, gated or not, was made since retrograd was installed: then even a node of libtorch's
+// own may run user code when it unpacks what it saved.
+bool saved_tensor_hooks_exist() noexcept;
+
 }  // namespace retrograd

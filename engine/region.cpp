@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "engine/gated_hooks.h"
 #include "engine/graph_task.h"
 #include "engine/stats.h"
 
@@ -33,8 +34,7 @@ class BackwardRegion final : public Node {
  private:
   variable_list apply(variable_list&&) override {
     GraphTask& task = current_graph_task();
-    describe(task);
-
+    if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
     CallFrame frame{.parent = call_.parent, .depth = call_.parent ? call_.parent->depth + 1 : 1};
     ContextScope scope(call_.setting, frame);
     call_.schedule->run({.nodes = call_.nodes,
@@ -42,6 +42,8 @@ class BackwardRegion final : public Node {
                          .keep_graph = call_.keep_graph,
                          .use_streams = call_.use_streams,
                          .task = task,
+                         .describe_task = [&] { describe(task); },
+                         .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
                          .frame = frame,
                          .captured = call_.captured});
     return variable_list(num_outputs());  // results go back in call_.captured, not through the slot
@@ -59,8 +61,6 @@ class BackwardRegion final : public Node {
 
     task.graph_roots_.clear();
     for (const Edge& root : call_.roots) task.graph_roots_.push_back(root.function.get());
-
-    if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
 
     if (call_.outputs.empty()) return;
     for (size_t k = 0; k < call_.nodes.size(); ++k) {

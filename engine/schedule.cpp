@@ -19,7 +19,10 @@ namespace {
 // shows a change (a saved-tensor hook that left grad mode switched, say).
 class Baseline {
  public:
-  Baseline() : autograd_(c10::AutogradState::get_tls_state()), keys_(c10::impl::tls_local_dispatch_key_set()) {}
+  explicit Baseline(const torch::autograd::GraphTask& task)
+      : state_(task.thread_locals_),
+        autograd_(c10::AutogradState::get_tls_state()),
+        keys_(c10::impl::tls_local_dispatch_key_set()) {}
 
   void restore() const { at::ThreadLocalState::setThreadLocalState(state_); }
   void restore_if_changed() const {
@@ -37,7 +40,7 @@ class Baseline {
   }
 
  private:
-  at::ThreadLocalState state_;
+  const at::ThreadLocalState& state_;
   c10::AutogradState autograd_;
   c10::impl::LocalDispatchKeySet keys_;
 };
@@ -54,6 +57,22 @@ bool runs_user_code(Node& fn, NodeKind kind) {
   return kind == NodeKind::kUser || !fn.pre_hooks().empty() || !fn.post_hooks().empty() ||
          !fn.tensor_pre_hooks().empty() || !fn.retains_grad_hooks().empty() ||
          (kind == NodeKind::kAccumulate && fn.tensor_post_acc_grad_hooks() != nullptr);
+}
+
+void validate(Node& fn, variable_list& outputs) {
+  torch::autograd::validate_outputs(fn.next_edges(), outputs, [&fn](const std::string& message) {
+    return "Function " + fn.name() + " returned an " + message;
+  });
+}
+
+// A node that has no hooks. (It may get post-hooks while it runs, from a saved-tensor hook; they see no inputs.)
+variable_list call_bare_node(Node& fn, variable_list inputs, bool keep_graph) {
+  if (!keep_graph) fn.will_release_variables();
+  variable_list outputs = fn(std::move(inputs));
+  validate(fn, outputs);
+  auto& post_hooks = fn.post_hooks();
+  for (size_t i = 0; i < post_hooks.size(); ++i) outputs = (*post_hooks[i])(outputs, {});
+  return outputs;
 }
 
 // The node with its hooks: what the stock engine's call_function does.
@@ -74,9 +93,7 @@ variable_list call_node(Node& fn, variable_list inputs, bool keep_graph) {
     outputs = fn(std::move(inputs));
     inputs.clear();
   }
-  torch::autograd::validate_outputs(fn.next_edges(), outputs, [&fn](const std::string& message) {
-    return "Function " + fn.name() + " returned an " + message;
-  });
+  validate(fn, outputs);
   // A hook that the node itself just added gets no inputs, as in the stock engine.
   for (size_t i = 0; i < post_hooks.size(); ++i) outputs = (*post_hooks[i])(outputs, inputs);
   return outputs;
@@ -124,12 +141,8 @@ std::unique_ptr<const Schedule> make_schedule(GraphShape shape, std::span<Node* 
 
 bool Schedule::bind(Node& root, std::vector<Node*>& nodes) const {
   if (shape_.pruned) return false;
-  // Two steps must not be one node: the structure check alone would not see it.
-  thread_local NodeTable seen;
-  seen.reset(shape_.steps.size());
   nodes.assign(shape_.steps.size(), nullptr);
   nodes[0] = &root;
-  seen.insert(&root, 0);
   for (size_t k = 0; k < shape_.steps.size(); ++k) {
     const StepShape& step = shape_.steps[k];
     Node& node = *nodes[k];
@@ -148,17 +161,28 @@ bool Schedule::bind(Node& root, std::vector<Node*>& nodes) const {
       if (target == nullptr || edge.input_nr != e.input_nr) return false;
       Node*& bound = nodes[e.step];
       if (bound == nullptr) {
-        if (!seen.insert(target, e.step).second) return false;
         bound = target;
       } else if (bound != target) {
         return false;
       }
     }
   }
+  // Two steps must not be one node, which the structure alone does not show. Steps of different sequence numbers are
+  // different nodes; those of equal numbers are looked at one by one.
+  thread_local NodeTable tied;
   for (size_t i = 1; i < by_sequence_.size(); ++i) {
-    const uint64_t before = nodes[by_sequence_[i - 1]]->sequence_nr();
-    const uint64_t now = nodes[by_sequence_[i]]->sequence_nr();
-    if (equal_to_previous_[i] ? before != now : before >= now) return false;
+    const Node* before = nodes[by_sequence_[i - 1]];
+    const Node* now = nodes[by_sequence_[i]];
+    if (!equal_to_previous_[i]) {
+      if (before->sequence_nr() >= now->sequence_nr()) return false;
+      continue;
+    }
+    if (before->sequence_nr() != now->sequence_nr()) return false;
+    if (!equal_to_previous_[i - 1]) {  // the first pair of a group
+      tied.reset(by_sequence_.size() - i);
+      tied.insert(before, 0);
+    }
+    if (!tied.insert(now, 0).second) return false;
   }
   return true;
 }
@@ -175,8 +199,10 @@ void Schedule::run(const ScheduleRun& call) const {
 
 template <class Buffers>
 void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
-  const Baseline baseline;
+  const Baseline baseline(call.task);
   Starved starved;
+  bool described = call.describe_at_start;
+  if (described) call.describe_task();
   for (size_t k = 0; k < shape_.steps.size(); ++k) {
     const StepShape& step = shape_.steps[k];
     if (C10_UNLIKELY(starved.contains(k))) {
@@ -190,6 +216,10 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
                     c10::ArrayRef<const c10::IValue>());
     const auto placement = buffers.enter(k, fn);
     const bool user_code = runs_user_code(fn, kinds_[k]);
+    if (user_code && !described) {
+      call.describe_task();
+      described = true;
+    }
     variable_list inputs = buffers.take(k);
 
     if (C10_UNLIKELY(shape_.pruned)) {
@@ -205,7 +235,8 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
       }
     }
 
-    variable_list outputs = call_node(fn, std::move(inputs), call.keep_graph);
+    variable_list outputs = user_code ? call_node(fn, std::move(inputs), call.keep_graph)
+                                      : call_bare_node(fn, std::move(inputs), call.keep_graph);
     if (!call.keep_graph) fn.release_variables();
 
     const auto edges = shape_.edges_of(step);

@@ -9,6 +9,7 @@
 // have yet to run. They are therefore no part of the plan or of its key.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <memory>
@@ -28,6 +29,11 @@ struct ScheduleRun {
   bool keep_graph;                            // false: saved variables are released as steps finish
   bool use_streams;                           // some node has an accelerator stream
   torch::autograd::GraphTask& task;           // the stock engine's task that the region runs in
+  // Makes the task describe the real graph. Called once, before the first step that runs user code: only user code
+  // can ask the task, and a set of all nodes costs as much as many a node. Steps that unpack saved tensors with hooks
+  // count too, so it is called at the start when such hooks may exist.
+  c10::function_ref<void()> describe_task;
+  bool describe_at_start;
   CallFrame& frame;
   variable_list& captured;                    // results by CaptureShape::output; sized by the caller
 };

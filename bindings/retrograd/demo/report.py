@@ -177,10 +177,10 @@ def table(comparisons: list[Comparison]) -> str:
         for c in comparisons
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in [head, ["-" * width for width in widths], *rows]
-    ]
+    lines = []
+    for row in [head, ["-" * width for width in widths], *rows]:
+        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *others]))
     return "\n".join(lines)
 
 
@@ -188,7 +188,7 @@ def save_curves(comparisons: list[Comparison], path: Path) -> None:
     """Draw the loss curves of both engines, the mean over a job's models, into a PNG file."""
     mpl.rcParams["font.size"] = 9
     figure = Figure(figsize=(5.2 * len(comparisons), 3.6), layout="constrained")
-    for axes, comparison in zip(figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons):
+    for axes, comparison in zip(figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons, strict=True):
         for label, side, style in (
             ("stock", comparison.stock, {"linewidth": 3.5, "color": "#b9c4d0"}),
             ("retrograd", comparison.ours, {"linewidth": 1.0, "color": "#b3261e", "linestyle": "--"}),
