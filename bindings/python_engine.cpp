@@ -138,7 +138,7 @@ PyObject* wrap_results(const variable_list& results, bool allow_unreachable) {
   if (!tuple) throw python_error();
   for (size_t i = 0; i < results.size(); ++i) {
     TORCH_CHECK(allow_unreachable || results[i].defined(),
-                "One of the differentiated Tensors appears to not have been used in the graph. "
+                "The differentiated Tensor at index ", i, " appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior.");
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(results[i]));
   }

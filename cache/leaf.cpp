@@ -28,8 +28,7 @@ Leaf::~Leaf() {
 }
 
 const void* Leaf::find(KeyView specialization) const noexcept {
-  for (const Entry* entry = plans_.load(std::memory_order_acquire); entry != nullptr;
-       entry = entry->next.get()) {
+  for (const Entry* entry = plans_.load(std::memory_order_acquire); entry != nullptr; entry = entry->next.get()) {
     if (equal(entry->specialization, specialization)) {
       return entry->plan.get();
     }

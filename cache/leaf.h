@@ -45,8 +45,7 @@ class Leaf {
   // plan it is building, from the same thread, gets null even with kYes; across threads such a
   // cycle deadlocks, so code that a build may call must use kNo.
   template <class Build>
-  const void* get_or_build(KeyView specialization, Wait wait, Build&& build)
-      RETROGRAD_EXCLUDES(mutex_) {
+  const void* get_or_build(KeyView specialization, Wait wait, Build&& build) RETROGRAD_EXCLUDES(mutex_) {
     if (const void* plan = find(specialization)) {
       return plan;
     }

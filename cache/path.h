@@ -18,9 +18,8 @@ using KeyView = std::span<const std::byte>;
 // Types whose equal values have equal bytes. Padding would put indeterminate bytes into a key, and
 // a path would then miss the leaf that it made itself.
 template <class T>
-concept KeyPart = std::is_trivially_copyable_v<T> &&
-    (std::has_unique_object_representations_v<T> || std::is_same_v<T, float> ||
-     std::is_same_v<T, double>);
+concept KeyPart = std::is_trivially_copyable_v<T> && (std::has_unique_object_representations_v<T> ||
+                                                      std::is_same_v<T, float> || std::is_same_v<T, double>);
 
 // Keys lie one after another in one buffer, which clear() keeps: a path that is reused allocates
 // only while it still grows. A key has at most 2^32 - 1 bytes; a longer one throws
@@ -64,10 +63,8 @@ class Path {
   // The same keys in the same order; unfinished keys do not count.
   friend bool operator==(const Path& a, const Path& b) noexcept {
     return a.ends_.size() == b.ends_.size() && a.finished_bytes() == b.finished_bytes() &&
-        (a.ends_.empty() ||
-         std::memcmp(a.ends_.data(), b.ends_.data(), a.ends_.size() * sizeof(size_t)) == 0) &&
-        (a.finished_bytes() == 0 ||
-         std::memcmp(a.storage_.data(), b.storage_.data(), a.finished_bytes()) == 0);
+           (a.ends_.empty() || std::memcmp(a.ends_.data(), b.ends_.data(), a.ends_.size() * sizeof(size_t)) == 0) &&
+           (a.finished_bytes() == 0 || std::memcmp(a.storage_.data(), b.storage_.data(), a.finished_bytes()) == 0);
   }
 
  private:

@@ -26,6 +26,9 @@
 // The writer holds no element while it waits for one, and a reader drops its accessors before it
 // can become a writer, so neither can wait for the other in a circle.
 //
+// Accessors and buckets are locked shared by readers; the one exception is the map's own: after it
+// grew, the first thread that comes to a bucket splits it, and others wait for that bucket.
+//
 // Most hits do not come here at all. A thread's Memo compares the whole path with a private copy
 // (one memcmp, where comparing node by node would miss the cache once per node), then asks the
 // leaf whether it is still attached. That flag alone decides whether a memo is stale; the
@@ -42,13 +45,13 @@
 // between the same two inserts are evicted in the order in which they were inserted.
 #include "cache/trie.h"
 
-#include <oneapi/tbb/concurrent_hash_map.h>
-
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <string_view>
 #include <utility>
+
+#include <oneapi/tbb/concurrent_hash_map.h>
 
 namespace retrograd::cache {
 
@@ -102,11 +105,10 @@ struct Trie::Edge {
 };
 
 struct Trie::EdgeHash {
-  size_t hash(const Edge& edge) const noexcept { return edge.hash; }
-  bool equal(const Edge& a, const Edge& b) const noexcept {
-    return a.hash == b.hash && a.parent == b.parent && a.is_end == b.is_end &&
-        a.key.size() == b.key.size() &&
-        (a.key.empty() || std::memcmp(a.key.data(), b.key.data(), a.key.size()) == 0);
+  static size_t hash(const Edge& edge) noexcept { return edge.hash; }
+  static bool equal(const Edge& a, const Edge& b) noexcept {
+    return a.hash == b.hash && a.parent == b.parent && a.is_end == b.is_end && a.key.size() == b.key.size() &&
+           (a.key.empty() || std::memcmp(a.key.data(), b.key.data(), a.key.size()) == 0);
   }
 };
 
@@ -125,8 +127,7 @@ struct Trie::Index {
 
 Trie::Trie() : Trie(Limits()) {}
 
-Trie::Trie(Limits limits)
-    : index_(std::make_unique<Index>()), generation_(next_generation()), limits_(limits) {}
+Trie::Trie(Limits limits) : index_(std::make_unique<Index>()), generation_(next_generation()), limits_(limits) {}
 
 Trie::~Trie() = default;
 
@@ -161,7 +162,7 @@ Trie::Inserted Trie::find_or_insert(const Path& path, Memo* memo) {
 }
 
 std::shared_ptr<Leaf> Trie::lookup(const Path& path) const {
-  Index::Map::const_accessor held[2];  // the edge to `node`, and the one being looked for
+  std::array<Index::Map::const_accessor, 2> held;  // the edge to `node`, and the one being looked for
   const Node* node = &index_->root;
   for (size_t i = 0; i < path.size(); ++i) {
     Index::Map::const_accessor& next = held[i % 2];
@@ -345,14 +346,12 @@ Memo::Entry* Memo::find(uint64_t generation, const Path& path) noexcept {
   return nullptr;
 }
 
-std::shared_ptr<Leaf> Memo::remember(uint64_t generation, const Path& path,
-                                     std::shared_ptr<Leaf> leaf) {
+std::shared_ptr<Leaf> Memo::remember(uint64_t generation, const Path& path, std::shared_ptr<Leaf> leaf) {
   if (generation != generation_) {
     return leaf;  // the trie was cleared since
   }
-  Entry& entry = *std::min_element(
-      entries_.begin(), entries_.end(),
-      [](const Entry& a, const Entry& b) { return a.last_use < b.last_use; });
+  Entry& entry = *std::min_element(entries_.begin(), entries_.end(),
+                                   [](const Entry& a, const Entry& b) { return a.last_use < b.last_use; });
   std::shared_ptr<Leaf> own = counted_apart(std::move(leaf));
   const std::shared_ptr<Leaf> displaced = std::exchange(entry.leaf, nullptr);
   entry.path = path;

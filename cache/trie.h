@@ -53,9 +53,11 @@ class Memo {
   std::array<Entry, kPaths> entries_;
 };
 
-// All methods may be called from any number of threads at any moment. Lookups never wait for one
-// another; inserts, evictions and clear() take turns. Leaves are shared: one that is evicted or
-// cleared stays whole for the callers that hold it. No plan is destroyed under a lock of the trie.
+// All methods may be called from any number of threads at any moment. Lookups take shared locks
+// only, one map element at a time, and a hit in a memo takes none; inserts, evictions and clear()
+// take turns. Those shared locks are counters, so threads that look up one path without a memo slow
+// each other down: give every thread a memo. Leaves are shared: one that is evicted or cleared stays
+// whole for the callers that hold it. No plan is destroyed under a lock of the trie.
 class Trie {
  public:
   struct Limits {
@@ -130,11 +132,10 @@ class Trie {
   void detach(Use& use) noexcept RETROGRAD_REQUIRES(mutex_);
   std::shared_ptr<Leaf> evict_one() noexcept RETROGRAD_REQUIRES(mutex_);
 
-  const std::unique_ptr<Index> index_;
-
   // Read by every hit, written by inserts and clear() only; on a line of their own, away from the
   // mutex. A generation is a number that no other trie, and no earlier filling of this one, has.
-  alignas(64) std::atomic<uint64_t> epoch_{1};
+  alignas(64) const std::unique_ptr<Index> index_;
+  std::atomic<uint64_t> epoch_{1};
   std::atomic<uint64_t> generation_;
 
   alignas(64) mutable Mutex mutex_;

@@ -59,6 +59,10 @@ class BackwardRegion final : public Node {
     in_graph.insert(call_.nodes.begin() + 1, call_.nodes.end());
     in_graph.insert(call_.not_running.begin(), call_.not_running.end());
 
+    // Counts of edges, from which the task works out its execution order when asked.
+    for (const EdgeShape& edge : schedule.shape().edges) {
+      if (edge.step != kNoStep) ++task.dependencies_[call_.nodes[edge.step]];
+    }
     task.graph_roots_.clear();
     for (const Edge& root : call_.roots) task.graph_roots_.push_back(root.function.get());
 

@@ -106,8 +106,15 @@ def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: in
     """Train the same job twice, in rounds that alternate between the stock engine and retrograd."""
     sides = {"stock": Side(), "retrograd": Side()}
     trainers = {name: make_trainer() for name in sides}
+    # The bars' own rate would count the other engine's rounds too.
     bars = {
-        name: tqdm(total=steps, desc=f"{job:<7}{name:<9}", unit="step", position=i, disable=not sys.stderr.isatty())
+        name: tqdm(
+            total=steps,
+            desc=f"{job:<7}{name:<9}",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+            position=i,
+            disable=not sys.stderr.isatty(),
+        )
         for i, name in enumerate(sides)
     }
     retrograd.cache_clear()
@@ -118,13 +125,15 @@ def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: in
             count = steps * (i + 1) // rounds - steps * i // rounds
             # The order alternates too, so that a machine that slows down or speeds up favours neither.
             for name in sorted(sides, reverse=i % 2 == 0):
-                sides[name].seconds += _timed_round(trainers[name], count, backend if name == "retrograd" else None)
+                side, trainer = sides[name], trainers[name]
+                side.seconds += _timed_round(trainer, count, backend if name == "retrograd" else None)
+                side.steps += count * trainer.models
+                bars[name].set_postfix_str(f"{side.steps_per_second:.0f} steps/s", refresh=False)
                 bars[name].update(count)
         stats = retrograd.stats()
         trainer = trainers["retrograd"]
         for name, side in sides.items():
             side.losses = trainers[name].losses()
-            side.steps = steps * trainer.models
         return Comparison(
             job=job,
             title=title,
