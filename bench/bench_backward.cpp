@@ -1,15 +1,15 @@
 // Whole backward calls from C++, no Python in the process: the stock engine and retrograd's schedule in turn, in one
 // process. Each benchmark prints the medians of both sides (us) and their ratio; above 1 retrograd is faster. A run in
 // which a call took another path than the one that is measured ends in an error.
-#include <ATen/Parallel.h>
-#include <benchmark/benchmark.h>
-#include <c10/core/CPUAllocator.h>
-#include <torch/torch.h>
-
 #include <algorithm>
 #include <barrier>
 #include <chrono>
 #include <thread>
+
+#include <ATen/Parallel.h>
+#include <benchmark/benchmark.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/torch.h>
 
 #include "retrograd/retrograd.h"
 

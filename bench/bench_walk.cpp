@@ -4,6 +4,8 @@
 //   walk_and_keys   ... and the schedule's keys are made and looked up
 //   walk_collect    ... and every node's constants, tensors and sizes are collected by compiled_args
 // ns_per_node is the figure to compare.
+#include <chrono>
+
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
@@ -13,6 +15,8 @@
 #include "engine/walk.h"
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 struct Graph {
   torch::nn::Sequential layers;
@@ -30,11 +34,12 @@ struct Graph {
   }
   retrograd::Node& root() const { return *loss.grad_fn(); }
   void walk() { retrograd::walk(root(), /*accumulate=*/true, {}, shape, walked); }
-  void report(benchmark::State& state) const {
-    state.counters["nodes"] = static_cast<double>(walked.nodes.size());
-    state.counters["ns_per_node"] = benchmark::Counter(static_cast<double>(walked.nodes.size()) * 1e-9,
-                                                       benchmark::Counter::kIsIterationInvariantRate |
-                                                           benchmark::Counter::kInvert);
+  // Wall time since `start`, which the caller takes right before its loop.
+  void report(benchmark::State& state, Clock::time_point start) const {
+    const double ns = std::chrono::duration<double, std::nano>(Clock::now() - start).count();
+    const auto nodes = static_cast<double>(walked.nodes.size());
+    state.counters["nodes"] = nodes;
+    state.counters["ns_per_node"] = ns / nodes / static_cast<double>(state.iterations());
   }
 };
 
@@ -42,18 +47,20 @@ void bind(benchmark::State& state) {
   const Graph graph;
   const auto schedule = retrograd::make_schedule(graph.shape, graph.walked.nodes);
   std::vector<retrograd::Node*> nodes;
+  const auto start = Clock::now();
   for (auto _ : state) {
     if (!schedule->bind(graph.root(), nodes)) state.SkipWithError("the schedule does not fit its own graph");
     benchmark::DoNotOptimize(nodes.data());
   }
-  graph.report(state);
+  graph.report(state, start);
 }
 BENCHMARK(bind);
 
 void walk(benchmark::State& state) {
   Graph graph;
+  const auto start = Clock::now();
   for (auto _ : state) graph.walk();
-  graph.report(state);
+  graph.report(state, start);
 }
 BENCHMARK(walk);
 
@@ -62,19 +69,21 @@ void walk_and_keys(benchmark::State& state) {
   retrograd::cache::Trie trie;
   retrograd::cache::Memo memo;
   retrograd::cache::Path path;
+  const auto start = Clock::now();
   for (auto _ : state) {
     graph.walk();
     path.clear();
     retrograd::append_keys(graph.shape, path);
     benchmark::DoNotOptimize(trie.find_or_insert(path, &memo).leaf.get());
   }
-  graph.report(state);
+  graph.report(state, start);
 }
 BENCHMARK(walk_and_keys);
 
 void walk_collect(benchmark::State& state) {
   Graph graph;
   size_t tensors = 0;
+  const auto start = Clock::now();
   for (auto _ : state) {
     graph.walk();
     const auto collected = retrograd::collect(graph.walked.nodes, /*accumulate=*/true, {});
@@ -82,7 +91,7 @@ void walk_collect(benchmark::State& state) {
   }
   if (tensors == 0) state.SkipWithError("nothing was collected");
   state.counters["tensors"] = static_cast<double>(tensors);
-  graph.report(state);
+  graph.report(state, start);
 }
 BENCHMARK(walk_collect);
 

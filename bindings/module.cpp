@@ -16,7 +16,8 @@ using retrograd::detail::Setting;
 
 const retrograd::PythonGate kGate{
     .acquire = [] { return static_cast<void*>(std::make_unique<py::gil_scoped_acquire>().release()); },
-    .release = [](void* state) { std::unique_ptr<py::gil_scoped_acquire>(static_cast<py::gil_scoped_acquire*>(state)); },
+    .release =
+        [](void* state) { std::unique_ptr<py::gil_scoped_acquire>(static_cast<py::gil_scoped_acquire*>(state)); },
 };
 
 // A setting as Python carries it from enable().__enter__ to __exit__: (mode, backend).
@@ -63,9 +64,9 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("restore_setting", [](std::pair<int, int> setting) { retrograd::thread_context().setting = unpack(setting); });
   m.def("set_default", [](std::optional<int> backend) {
-    retrograd::set_default(backend ? std::optional(retrograd::Options().backend(
-                                         static_cast<retrograd::Backend>(*backend)))
-                                   : std::nullopt);
+    retrograd::set_default(backend
+                               ? std::optional(retrograd::Options().backend(static_cast<retrograd::Backend>(*backend)))
+                               : std::nullopt);
   });
   m.def("stats", &stats);
   m.def("reset_stats", &retrograd::reset_stats, py::call_guard<py::gil_scoped_release>());

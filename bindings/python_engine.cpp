@@ -1,5 +1,7 @@
 #include "bindings/python_engine.h"
 
+#include <optional>
+
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -8,8 +10,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
-#include <optional>
-
+#include "engine/context.h"
 #include "engine/engine.h"
 
 namespace retrograd::bindings {
@@ -67,8 +68,8 @@ Edge edge_of_gradient_edge(PyObject* object) {
 std::optional<Arguments> parse(PyObject* args, PyObject* kwargs) {
   PyObject *tensors = nullptr, *grad_tensors = nullptr, *inputs = nullptr;
   unsigned char keep_graph = 0, create_graph = 0, allow_unreachable = 0, accumulate_grad = 0;
-  static const char* const names[] = {"tensors",           "grad_tensors",    "keep_graph", "create_graph", "inputs",
-                                      "allow_unreachable", "accumulate_grad", nullptr};
+  static const char* const names[] = {"tensors", "grad_tensors",      "keep_graph",      "create_graph",
+                                      "inputs",  "allow_unreachable", "accumulate_grad", nullptr};
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OObb|Obb", const_cast<char**>(names), &tensors, &grad_tensors,
                                    &keep_graph, &create_graph, &inputs, &allow_unreachable, &accumulate_grad)) {
     PyErr_Clear();
@@ -137,8 +138,8 @@ PyObject* wrap_results(const variable_list& results, bool allow_unreachable) {
   THPObjectPtr tuple(PyTuple_New(static_cast<Py_ssize_t>(results.size())));
   if (!tuple) throw python_error();
   for (size_t i = 0; i < results.size(); ++i) {
-    TORCH_CHECK(allow_unreachable || results[i].defined(),
-                "The differentiated Tensor at index ", i, " appears to not have been used in the graph. "
+    TORCH_CHECK(allow_unreachable || results[i].defined(), "The differentiated Tensor at index ", i,
+                " appears to not have been used in the graph. "
                 "Set allow_unused=True if this is the desired behavior.");
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(results[i]));
   }
@@ -156,6 +157,7 @@ PyObject* run_backward(PyObject* self, PyObject* args, PyObject* kwargs) {
   }
   if (reason != PreviousReason::kCount) {
     thread_stats().count_previous(reason);
+    const SettingCarrier carrier;
     return stock_run_backward(self, args, kwargs);
   }
   variable_list results;

@@ -4,13 +4,13 @@
 // for the others. Both belong to one run of one schedule.
 #pragma once
 
-#include <ATen/DeviceAccelerator.h>
-#include <c10/core/StreamGuard.h>
-#include <torch/csrc/autograd/input_buffer.h>
-
 #include <algorithm>
 #include <optional>
 #include <vector>
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/input_buffer.h>
 
 #include "engine/schedule.h"
 
@@ -102,8 +102,7 @@ class StreamBuffers {
 
   Placement enter(size_t step, Node& fn) {
     torch::autograd::InputBuffer& buffer = room(step);
-    const auto stream =
-        buffer.opt_overridden_consumer_stream ? buffer.opt_overridden_consumer_stream : fn.stream();
+    const auto stream = buffer.opt_overridden_consumer_stream ? buffer.opt_overridden_consumer_stream : fn.stream();
     for (size_t i = 0; i < buffer.ready_events.size(); ++i) {
       if (!buffer.buffer[i].defined() || !at::accelerator::isAccelerator(buffer.buffer[i].device().type())) continue;
       TORCH_INTERNAL_ASSERT(stream && buffer.ready_streams[i]);

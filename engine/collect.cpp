@@ -1,9 +1,9 @@
 #include "engine/collect.h"
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-
 #include <algorithm>
 #include <string_view>
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "engine/gated_hooks.h"
 #include "engine/node_kind.h"

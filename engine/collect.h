@@ -5,10 +5,10 @@
 // The schedule never collects: it would keep saved tensors alive longer than the stock engine does, for nothing.
 #pragma once
 
-#include <torch/csrc/dynamo/compiled_autograd.h>
-
 #include <memory>
 #include <span>
+
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "cache/path.h"
 #include "engine/walk.h"

@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <string>
+
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "engine/region.h"
 
@@ -13,6 +16,20 @@ using detail::Setting;
 std::atomic<Setting> process_default{Setting{Setting::Mode::kDisabled, Options{}}};
 static_assert(std::atomic<Setting>::is_always_lock_free);
 
+using at::impl::ThreadLocalPythonObjects;
+
+// Names under which a carried setting is found. Only the names are used; the objects are null, so that no Python is
+// needed, and none is left to let go of when a thread ends.
+const std::string kCarriedDisabled = "retrograd: disabled";
+const std::string kCarriedSchedule = "retrograd: schedule";
+
+std::optional<Setting> carried_setting() {
+  if (torch::autograd::get_current_graph_task_id() < 0) return std::nullopt;  // not working for a backward call
+  if (ThreadLocalPythonObjects::contains(kCarriedDisabled)) return Setting{Setting::Mode::kDisabled, Options{}};
+  if (ThreadLocalPythonObjects::contains(kCarriedSchedule)) return Setting{Setting::Mode::kEnabled, Options{}};
+  return std::nullopt;
+}
+
 }  // namespace
 
 ThreadContext& thread_context() noexcept {
@@ -20,8 +37,23 @@ ThreadContext& thread_context() noexcept {
   return context;
 }
 
-Setting ThreadContext::in_force() const noexcept {
-  return setting.mode == Setting::Mode::kInherit ? process_default.load(std::memory_order_relaxed) : setting;
+Setting ThreadContext::in_force() const {
+  if (setting.mode != Setting::Mode::kInherit) return setting;
+  if (const auto carried = carried_setting()) return *carried;
+  return process_default.load(std::memory_order_relaxed);
+}
+
+SettingCarrier::SettingCarrier() {
+  const Setting own = thread_context().setting;
+  if (own.mode == Setting::Mode::kInherit) return;
+  const bool enabled = own.mode == Setting::Mode::kEnabled;
+  outer_ = ThreadLocalPythonObjects::get_state();
+  ThreadLocalPythonObjects::erase(enabled ? kCarriedDisabled : kCarriedSchedule);
+  ThreadLocalPythonObjects::set(enabled ? kCarriedSchedule : kCarriedDisabled, nullptr);
+}
+
+SettingCarrier::~SettingCarrier() {
+  if (outer_) ThreadLocalPythonObjects::set_state(std::move(*outer_));
 }
 
 c10::intrusive_ptr<torch::autograd::Node> current_node() {
@@ -47,9 +79,9 @@ Disable::Disable() : outer_(thread_context().setting) {
 Disable::~Disable() { thread_context().setting = outer_; }
 
 void set_default(std::optional<Options> options) noexcept {
-  process_default.store(options ? Setting{Setting::Mode::kEnabled, *options}
-                                : Setting{Setting::Mode::kDisabled, Options{}},
-                        std::memory_order_relaxed);
+  process_default.store(
+      options ? Setting{Setting::Mode::kEnabled, *options} : Setting{Setting::Mode::kDisabled, Options{}},
+      std::memory_order_relaxed);
 }
 
 }  // namespace retrograd

@@ -6,6 +6,9 @@
 // so a frame is only ever used by one thread at a time.
 #pragma once
 
+#include <optional>
+
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/autograd/node.h>
 
 #include "retrograd/retrograd.h"
@@ -24,8 +27,9 @@ struct ThreadContext {
   detail::Setting setting;     // kInherit: the process default applies
   CallFrame* frame = nullptr;  // innermost call in progress on this thread
 
-  // The setting after the default is applied; mode is kDisabled or kEnabled.
-  detail::Setting in_force() const noexcept;
+  // The setting that counts: the thread's own; else, on a thread that works for another one's backward call, that
+  // one's; else the process default. The mode is kDisabled or kEnabled.
+  detail::Setting in_force() const;
 };
 
 ThreadContext& thread_context() noexcept;
@@ -33,8 +37,7 @@ ThreadContext& thread_context() noexcept;
 // Puts a call's setting and frame into this thread's context, and the former ones back at the end.
 class ContextScope {
  public:
-  ContextScope(detail::Setting setting, CallFrame& frame) noexcept
-      : context_(thread_context()), outer_(context_) {
+  ContextScope(detail::Setting setting, CallFrame& frame) noexcept : context_(thread_context()), outer_(context_) {
     context_.setting = setting;
     context_.frame = &frame;
   }
@@ -45,6 +48,20 @@ class ContextScope {
  private:
   ThreadContext& context_;
   ThreadContext outer_;
+};
+
+// Makes the thread's own choice follow a call that runs on the previous engine, for as long as the object lives. The
+// stock engine gives its threads the caller's thread-local objects; the choice travels as a name among them.
+// Does nothing for a thread that chose nothing.
+class SettingCarrier {
+ public:
+  SettingCarrier();
+  ~SettingCarrier();
+  SettingCarrier(const SettingCarrier&) = delete;
+  SettingCarrier& operator=(const SettingCarrier&) = delete;
+
+ private:
+  std::optional<at::impl::ThreadLocalPythonObjects> outer_;
 };
 
 // The node that is running on this thread, as the user sees it: inside a region the step's own node, else what

@@ -1,13 +1,13 @@
 #include "engine/engine.h"
 
+#include <mutex>
+
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/LegacyVmapMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
-
-#include <mutex>
 
 #include "engine/context.h"
 #include "engine/find_plan.h"
@@ -91,6 +91,7 @@ variable_list ReentrantEngine::execute(const edge_list& roots, const variable_li
   }
   if (reason != PreviousReason::kCount) {
     thread_stats().count_previous(reason);
+    const SettingCarrier carrier;
     return previous().execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
   }
   return run(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
@@ -120,6 +121,7 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
   const FoundPlan found = find_plan(*root, call, stats);
   if (found.schedule == nullptr) {
     stats.count_previous(PreviousReason::kIrregularCall);
+    const SettingCarrier carrier;
     return previous().execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
   }
   call.schedule = found.schedule;

@@ -1,9 +1,9 @@
 // The engine that stands in front of the process's autograd engine.
 #pragma once
 
-#include <torch/csrc/autograd/engine.h>
-
 #include <atomic>
+
+#include <torch/csrc/autograd/engine.h>
 
 #include "engine/stats.h"
 #include "retrograd/retrograd.h"

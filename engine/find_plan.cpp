@@ -97,9 +97,8 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
     stats.hits.add(1);
   } else {
     stats.misses.add(1);
-    plan = found.leaf->get_or_build({}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
-      return make_schedule(mine.shape, call.nodes);
-    });
+    plan = found.leaf->get_or_build(
+        {}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> { return make_schedule(mine.shape, call.nodes); });
   }
   found.schedule = static_cast<const Schedule*>(plan);
   if (!prunes) mine.recent.remember(found);

@@ -5,14 +5,14 @@
 // How to take it is told by the bindings; in a program without Python nobody tells, and there is nothing to take.
 #pragma once
 
-#include <torch/csrc/autograd/saved_variable_hooks.h>
-
 #include <memory>
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 namespace retrograd {
 
 struct PythonGate {
-  void* (*acquire)();     // takes the GIL; the result goes to release
+  void* (*acquire)();  // takes the GIL; the result goes to release
   void (*release)(void*);
 };
 

@@ -5,9 +5,9 @@
 // the one libtorch release retrograd is built for (its CMake refuses any other).
 #pragma once
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <cstddef>
+
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace retrograd {
 

@@ -1,10 +1,10 @@
 #include "engine/node_kind.h"
 
+#include <string_view>
+
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/tensor.h>
-
-#include <string_view>
 
 namespace retrograd {
 
@@ -21,8 +21,6 @@ NodeKind node_kind(const std::type_info& type) {
   return NodeKind::kUser;
 }
 
-bool is_python_node(const std::type_info& type) {
-  return std::string_view(type.name()) == "N5torch8autograd6PyNodeE";
-}
+bool is_python_node(const std::type_info& type) { return std::string_view(type.name()) == "N5torch8autograd6PyNodeE"; }
 
 }  // namespace retrograd

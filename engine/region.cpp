@@ -46,7 +46,10 @@ class BackwardRegion final : public Node {
                          .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
                          .frame = frame,
                          .captured = call_.captured});
-    return variable_list(num_outputs());  // results go back in call_.captured, not through the slot
+    // Results go back in call_.captured. The slot has done its work when the task began; without the edge to it, the
+    // stock engine does not visit it.
+    next_edges().clear();
+    return {};
   }
 
   // Nodes may ask the task which nodes it will run and which gradients it needs (multi-grad hooks,
@@ -100,8 +103,8 @@ void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool cre
     slots.emplace_back(std::move(slot), 0);
     if (!call.accumulate) call.captured.resize(call.outputs.size());
   }
-  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, create_graph,
-                 slots.empty() || call.accumulate, slots);
+  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, create_graph, slots.empty() || call.accumulate,
+                 slots);
 }
 
 }  // namespace retrograd

@@ -6,10 +6,11 @@
 // independent. The region makes its graph task describe the real graph, for whoever asks the task about it.
 #pragma once
 
-#include <torch/csrc/autograd/node.h>
-
 #include <optional>
 #include <vector>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/node.h>
 
 #include "engine/context.h"
 #include "engine/schedule.h"
@@ -25,7 +26,7 @@ struct PreparedCall {
   bool accumulate;           // backward(): true; grad(): false
   const edge_list& outputs;  // what inputs= named; empty: all leaves
 
-  bool single_root = true;   // step 0 is roots[0]'s own node, not a GraphRoot
+  bool single_root = true;     // step 0 is roots[0]'s own node, not a GraphRoot
   std::vector<Node*> nodes{};  // by step
   std::vector<Node*> not_running{};
   const Schedule* schedule = nullptr;

@@ -1,13 +1,13 @@
 #include "engine/schedule.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/input_buffer.h>
-
-#include <algorithm>
-#include <numeric>
 
 #include "engine/buffers.h"
 
@@ -212,8 +212,7 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
     }
     Node& fn = *call.nodes[k];
     call.frame.current_node = &fn;
-    RECORD_FUNCTION(c10::str("autograd::engine::evaluate_function: ", fn.name()),
-                    c10::ArrayRef<const c10::IValue>());
+    RECORD_FUNCTION(c10::str("autograd::engine::evaluate_function: ", fn.name()), c10::ArrayRef<const c10::IValue>());
     const auto placement = buffers.enter(k, fn);
     const bool user_code = runs_user_code(fn, kinds_[k]);
     if (user_code && !described) {

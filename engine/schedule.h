@@ -9,11 +9,11 @@
 // have yet to run. They are therefore no part of the plan or of its key.
 #pragma once
 
-#include <c10/util/FunctionRef.h>
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <memory>
 #include <vector>
+
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "cache/path.h"
 #include "engine/context.h"
@@ -24,18 +24,18 @@ namespace retrograd {
 
 // What one run needs besides the plan. Owned by the call's stack frame; nothing here is shared between calls.
 struct ScheduleRun {
-  std::span<Node* const> nodes;               // the live nodes, by step
-  const variable_list* root_gradients;        // null when step 0 is a GraphRoot, which holds them
-  bool keep_graph;                            // false: saved variables are released as steps finish
-  bool use_streams;                           // some node has an accelerator stream
-  torch::autograd::GraphTask& task;           // the stock engine's task that the region runs in
+  std::span<Node* const> nodes;         // the live nodes, by step
+  const variable_list* root_gradients;  // null when step 0 is a GraphRoot, which holds them
+  bool keep_graph;                      // false: saved variables are released as steps finish
+  bool use_streams;                     // some node has an accelerator stream
+  torch::autograd::GraphTask& task;     // the stock engine's task that the region runs in
   // Makes the task describe the real graph. Called once, before the first step that runs user code: only user code
   // can ask the task, and a set of all nodes costs as much as many a node. Steps that unpack saved tensors with hooks
   // count too, so it is called at the start when such hooks may exist.
   c10::function_ref<void()> describe_task;
   bool describe_at_start;
   CallFrame& frame;
-  variable_list& captured;                    // results by CaptureShape::output; sized by the caller
+  variable_list& captured;  // results by CaptureShape::output; sized by the caller
 };
 
 // Immutable, and so shared by any number of runs at a time.

@@ -95,13 +95,20 @@ void reset_stats() noexcept {
 
 std::string_view name(PreviousReason reason) noexcept {
   switch (reason) {
-    case PreviousReason::kNotEnabled: return "not_enabled";
-    case PreviousReason::kAnomalyMode: return "anomaly_mode";
-    case PreviousReason::kDispatchMode: return "dispatch_mode";
-    case PreviousReason::kFunctorch: return "functorch";
-    case PreviousReason::kCompiledAutograd: return "compiled_autograd";
-    case PreviousReason::kIrregularCall: return "irregular_call";
-    case PreviousReason::kCount: break;
+    case PreviousReason::kNotEnabled:
+      return "not_enabled";
+    case PreviousReason::kAnomalyMode:
+      return "anomaly_mode";
+    case PreviousReason::kDispatchMode:
+      return "dispatch_mode";
+    case PreviousReason::kFunctorch:
+      return "functorch";
+    case PreviousReason::kCompiledAutograd:
+      return "compiled_autograd";
+    case PreviousReason::kIrregularCall:
+      return "irregular_call";
+    case PreviousReason::kCount:
+      break;
   }
   return "unknown";
 }

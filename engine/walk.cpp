@@ -215,11 +215,9 @@ bool walk(Node& root, bool accumulate, const edge_list& outputs, GraphShape& sha
     prune(accumulate, outputs, s);
     std::vector<uint8_t> captured(s.nodes.size(), 0);
     for (const auto& [n, capture] : s.captures) captured[n] = 1;
-    simulate(
-        s, [&](uint32_t n) { return s.needed[n] || captured[n]; }, [&](uint32_t n) { return s.needed[n] != 0; });
+    simulate(s, [&](uint32_t n) { return s.needed[n] || captured[n]; }, [&](uint32_t n) { return s.needed[n] != 0; });
   } else {
-    simulate(
-        s, [](uint32_t) { return true; }, [](uint32_t) { return true; });
+    simulate(s, [](uint32_t) { return true; }, [](uint32_t) { return true; });
   }
 
   shape.steps.clear();

@@ -9,15 +9,15 @@
 // A walk runs no user code, takes no lock and never needs the GIL.
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/node.h>
-
 #include <cstdint>
 #include <limits>
 #include <span>
 #include <typeinfo>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/node.h>
 
 namespace retrograd {
 

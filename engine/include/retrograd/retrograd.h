@@ -90,12 +90,12 @@ void set_default(std::optional<Options> options) noexcept;
 
 // Why a call ran on the previous engine.
 enum class PreviousReason : uint8_t {
-  kNotEnabled,         // the thread did not opt in
-  kAnomalyMode,        // torch.autograd.detect_anomaly
-  kDispatchMode,       // an active TorchDispatchMode
-  kFunctorch,          // inside torch.func.grad, vmap, ..., or batched gradients
-  kCompiledAutograd,   // torch's own compiled autograd is on
-  kIrregularCall,      // no roots, a null root, an undefined gradient: the previous engine reports it
+  kNotEnabled,        // the thread did not opt in
+  kAnomalyMode,       // torch.autograd.detect_anomaly
+  kDispatchMode,      // an active TorchDispatchMode
+  kFunctorch,         // inside torch.func.grad, vmap, ..., or batched gradients
+  kCompiledAutograd,  // torch's own compiled autograd is on
+  kIrregularCall,     // no roots, a null root, an undefined gradient: the previous engine reports it
   kCount
 };
 // The name of a reason as stats() in Python gives it, such as "not_enabled".

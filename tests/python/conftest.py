@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import retrograd
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> Iterator[None]:
+    torch.set_num_threads(1)
+    torch.set_warn_always(True)  # otherwise only the first of the compared runs would warn
+    # Threads number their nodes from zero. Tests that mix nodes of several threads must find the main thread's
+    # numbers above theirs in every run.
+    advance = torch.ones((), requires_grad=True)
+    for _ in range(1000):
+        advance = advance * 1
+    retrograd.install()
+    yield
+    retrograd.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    assert retrograd.is_installed()
+    yield
+    retrograd.set_default(None)
+    retrograd.install()

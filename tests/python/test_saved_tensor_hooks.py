@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Recorder, compare, leaf, previous
+from torch import Tensor
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    disable_saved_tensors_hooks,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+def test_save_on_cpu() -> None:
+    def program(rec: Recorder) -> None:
+        x, w = leaf(3), leaf(3, seed=1)
+        with save_on_cpu():
+            y = (x * w).exp().sin() * x
+        for retain in (True, False):
+            y.sum().backward(retain_graph=retain)
+            rec.grads(x, w)
+
+    compare(program)
+
+
+def test_unpack_runs_in_the_order_of_the_nodes() -> None:
+    def program(rec: Recorder) -> None:
+        def pack(t: Tensor) -> tuple[int, Tensor]:
+            rec.say("pack", t)
+            return len(rec.log), t
+
+        def unpack(packed: tuple[int, Tensor]) -> Tensor:
+            rec.say("unpack", packed[0], rec.task(), torch._C._current_autograd_node().name())
+            return packed[1]
+
+        x, w = leaf(3), leaf(3, seed=1)
+        with saved_tensors_hooks(pack, unpack):
+            a = x * w
+            b = a.exp()
+        c = b.sin()
+        with saved_tensors_hooks(pack, lambda p: unpack(p) * 2):
+            d = c.pow(2) + b.cos()
+        b.register_hook(rec.hook("b"))
+        for retain in (True, False):
+            d.sum().backward(retain_graph=retain)
+            rec.grads(x, w)
+
+    compare(program)
+
+
+@pytest.mark.parametrize("result", ["raises", "other shape", "other type", "not a tensor"])
+def test_unpack_that_misbehaves(result: str) -> None:
+    def program(rec: Recorder) -> None:
+        def unpack(t: Tensor) -> object:
+            rec.say("unpack")
+            match result:
+                case "raises":
+                    raise LookupError("in unpack")
+                case "other shape":
+                    return t[:2]
+                case "other type":
+                    return t.double()
+            return "text"
+
+        x = leaf(3)
+        y = x.cos()
+        with saved_tensors_hooks(lambda t: t, unpack):
+            z = y.sin()
+        z.register_hook(rec.hook("z"))
+        with rec.catch():
+            (z * 2).exp().sum().backward()
+        rec.grads(x)
+
+    compare(program)
+
+
+def test_unpack_may_run_a_backward() -> None:
+    def program(rec: Recorder) -> None:
+        w = leaf(3, seed=1)
+
+        def unpack(t: Tensor) -> Tensor:
+            with torch.enable_grad():
+                (w * 2).sin().sum().backward()
+            return t
+
+        x = leaf(3)
+        with saved_tensors_hooks(lambda t: t, unpack):
+            y = x.sin()
+        y.sum().backward()
+        rec.grads(x, w)
+
+    compare(program)
+
+
+def test_hooks_on_one_saved_tensor() -> None:
+    def program(rec: Recorder) -> None:
+        x, w = leaf(3), leaf(3, seed=1)
+        y = x * w
+        assert y.grad_fn is not None
+        y.grad_fn._raw_saved_self.register_hooks(
+            lambda t: rec.say("pack", t) or t * 2, lambda t: rec.say("unpack", t) or t / 4
+        )
+        z = y.exp()
+        assert z.grad_fn is not None
+        z.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: rec.say("result", t) or t)
+        for retain in (True, False):
+            z.sum().backward(retain_graph=retain)
+            rec.grads(x, w)
+
+    compare(program)
+
+
+def test_hooks_may_be_set_inside_a_hook_and_when_disabled() -> None:
+    def program(rec: Recorder) -> None:
+        x = leaf(3)
+        with disable_saved_tensors_hooks("not here"):
+            y = x.sin()
+            with rec.catch("forward"), saved_tensors_hooks(lambda t: t, lambda t: t):
+                rec.say("unreachable")
+            y.exp().sum().backward()
+        rec.grads(x)
+        with save_on_cpu():
+            z = x.sin()
+
+        def hook(grad: Tensor) -> None:
+            with disable_saved_tensors_hooks("not in the hook"), rec.catch("in hook"), save_on_cpu():
+                rec.say("unreachable")
+
+        z.register_hook(hook)
+        z.sum().backward()
+        rec.grads(x)
+
+    compare(program)
+
+
+def test_saved_tensors_may_be_changed_where_that_is_allowed() -> None:
+    def program(rec: Recorder) -> None:
+        x = leaf(3)
+        with allow_mutation_on_saved_tensors():
+            y = x * 1
+            z = y.sin()
+            y.mul_(100)
+            (z * y).sum().backward()
+        rec.grads(x)
+
+    compare(program, path=previous("dispatch_mode"))  # that is how torch does it
+
+
+def test_double_backward_through_hooks() -> None:
+    def program(rec: Recorder) -> None:
+        x = leaf(3)
+        with saved_tensors_hooks(lambda t: rec.say("pack", t) or t, lambda t: rec.say("unpack", t) or t):
+            y = x.exp().sin()
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            grad.pow(2).sum().backward()
+        rec.grads(x)
+
+    compare(program)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_hooks_and_checkpoint(reentrant: bool) -> None:
+    def program(rec: Recorder) -> None:
+        x = leaf(3)
+        with save_on_cpu():
+            y = checkpoint(lambda t: t.sin().exp(), x * 2, use_reentrant=reentrant)
+            z = y * x
+        z.sum().backward()
+        rec.grads(x)
+
+    compare(program)
