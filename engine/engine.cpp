@@ -11,6 +11,7 @@
 
 #include "engine/context.h"
 #include "engine/find_plan.h"
+#include "engine/fork.h"
 #include "engine/gated_hooks.h"
 #include "engine/region.h"
 #include "engine/schedule.h"
@@ -153,7 +154,11 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> ReentrantEngine::get_defaul
   return gate_hooks(previous().get_default_saved_variable_hooks());
 }
 
+void fork_part::install_before() { install_mutex.lock(); }
+void fork_part::install_after() { install_mutex.unlock(); }
+
 void ReentrantEngine::install() {
+  register_fork_handlers();
   std::lock_guard lock(install_mutex);
   Engine& current = Engine::get_default_engine();
   if (&current != this) {

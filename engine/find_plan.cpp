@@ -1,7 +1,9 @@
 #include "engine/find_plan.h"
 
 #include <array>
+#include <atomic>
 
+#include "engine/fork.h"
 #include "engine/plan_cache.h"
 
 namespace retrograd {
@@ -12,6 +14,10 @@ namespace {
 // cheaper than walking it, so these are tried before the cache is asked.
 class RecentPlans {
  public:
+  void clear() {
+    while (size_ > 0) entries_[--size_] = {};
+  }
+
   // The first recent plan that fits the graph under `root`, with call.nodes bound; null if none does.
   FoundPlan find(Node& root, PreparedCall& call) {
     for (size_t i = 0; i < size_; ++i) {
@@ -59,11 +65,21 @@ PerThread& per_thread() {
   return state;
 }
 
+// Never destroyed: threads may run backward while static destructors run.
+std::atomic<cache::Trie*>& trie_slot() {
+  static std::atomic<cache::Trie*> slot{std::make_unique<cache::Trie>().release()};
+  return slot;
+}
+
 }  // namespace
 
-cache::Trie& plan_trie() {
-  static auto* const trie = std::make_unique<cache::Trie>().release();
-  return *trie;
+cache::Trie& plan_trie() { return *trie_slot().load(std::memory_order_acquire); }
+
+// Another thread may have been anywhere inside the trie when the process forked, with locks that nobody will let go.
+// The child starts with an empty one; the old one is never touched again.
+void fork_part::plan_cache_after_in_child() {
+  per_thread().recent.clear();
+  trie_slot().store(std::make_unique<cache::Trie>().release(), std::memory_order_release);
 }
 
 void cache_clear() { plan_trie().clear(); }

@@ -5,7 +5,7 @@
 
 namespace retrograd {
 
-// Never destroyed: threads may run backward while static destructors run.
+// Always the same one, but in a forked child.
 cache::Trie& plan_trie();
 
 }  // namespace retrograd

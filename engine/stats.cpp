@@ -3,6 +3,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "engine/fork.h"
 #include "engine/plan_cache.h"
 
 namespace retrograd {
@@ -92,6 +93,24 @@ void reset_stats() noexcept {
   registry().exited.max_depth = 0;
   for (ThreadStats* t : registry().live) t->max_depth.set(0);
 }
+
+namespace fork_part {
+
+void stats_before() {
+  thread_stats();  // made now: making it takes the mutex
+  registry().mutex.lock();
+}
+void stats_after_in_parent() { registry().mutex.unlock(); }
+void stats_after_in_child() {
+  ThreadStats* const mine = &thread_stats();
+  for (ThreadStats* t : registry().live) {
+    if (t != mine) accumulate(registry().exited, *t);  // its thread is gone, its memory is not
+  }
+  registry().live = {mine};
+  registry().mutex.unlock();
+}
+
+}  // namespace fork_part
 
 std::string_view name(PreviousReason reason) noexcept {
   switch (reason) {
