@@ -128,6 +128,7 @@ def threads(count: int, rounds: int, calls: int) -> Row:
         gate = threading.Barrier(count + 1)
 
         def work(make_loss: Callable[[], Tensor]) -> None:
+            torch.set_num_threads(1)  # a property of each thread
             with retrograd.enable() if enabled else retrograd.disable():
                 loss = make_loss()
                 gate.wait()
