@@ -48,6 +48,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <string_view>
 #include <utility>
 
@@ -176,7 +177,7 @@ std::shared_ptr<Leaf> Trie::lookup(const Path& path) const {
 }
 
 Trie::Inserted Trie::insert(const Path& path) {
-  std::shared_ptr<Leaf> evicted;  // outlives the lock: its plans go when nothing is held
+  std::vector<std::shared_ptr<Leaf>> evicted;  // outlives the lock: plans go when nothing is held
   MutexLock lock(mutex_);
 
   Node* node = &index_->root;
@@ -222,9 +223,7 @@ Trie::Inserted Trie::insert(const Path& path) {
   }
   uses_.push_back({stamp, ++stats_.inserts, end, leaf});
   std::push_heap(uses_.begin(), uses_.end(), std::greater<>());
-  if (uses_.size() > limits_.max_leaves) {
-    evicted = evict_one();
-  }
+  evicted = evict_excess();
   return {std::move(leaf), true};
 }
 
@@ -279,6 +278,23 @@ std::shared_ptr<Leaf> Trie::evict_one() noexcept {
   return leaf;
 }
 
+bool Trie::exceeds_limits() const noexcept {
+  return uses_.size() > limits_.max_leaves || (stats_.nodes > limits_.max_nodes && uses_.size() > 1);
+}
+
+// What must go, oldest first. Without memory for the list, nothing goes until the next insert.
+std::vector<std::shared_ptr<Leaf>> Trie::evict_excess() noexcept {
+  std::vector<std::shared_ptr<Leaf>> evicted;
+  try {
+    while (exceeds_limits()) {
+      if (evicted.size() == evicted.capacity()) evicted.reserve(std::max<size_t>(1, 2 * evicted.size()));
+      evicted.push_back(evict_one());
+    }
+  } catch (const std::bad_alloc&) {  // from reserve(), before a leaf was taken out
+  }
+  return evicted;
+}
+
 void Trie::clear() {
   std::vector<Use> dropped;  // outlives the lock, as above
   MutexLock lock(mutex_);
@@ -304,13 +320,8 @@ Trie::Stats Trie::stats() const {
 void Trie::set_limits(Limits limits) {
   std::vector<std::shared_ptr<Leaf>> evicted;  // outlives the lock, as above
   MutexLock lock(mutex_);
-  if (uses_.size() > limits.max_leaves) {
-    evicted.reserve(uses_.size() - limits.max_leaves);
-  }
   limits_ = limits;
-  while (uses_.size() > limits_.max_leaves) {
-    evicted.push_back(evict_one());
-  }
+  evicted = evict_excess();
 }
 
 Memo::~Memo() = default;

@@ -62,6 +62,9 @@ class Trie {
  public:
   struct Limits {
     size_t max_leaves = 4096;  // zero: nothing is kept, every insert returns a detached leaf
+    // Bounds memory where graphs are large; a node and its share of a plan take some 300 bytes. The leaf that was
+    // inserted last is kept even if its path alone is longer.
+    size_t max_nodes = size_t{1} << 20U;
   };
   struct Stats {
     size_t leaves = 0;
@@ -131,6 +134,8 @@ class Trie {
   void prune(Node* node) noexcept RETROGRAD_REQUIRES(mutex_);
   void detach(Use& use) noexcept RETROGRAD_REQUIRES(mutex_);
   std::shared_ptr<Leaf> evict_one() noexcept RETROGRAD_REQUIRES(mutex_);
+  bool exceeds_limits() const noexcept RETROGRAD_REQUIRES(mutex_);
+  std::vector<std::shared_ptr<Leaf>> evict_excess() noexcept RETROGRAD_REQUIRES(mutex_);
 
   // Read by every hit, written by inserts and clear() only; on a line of their own, away from the
   // mutex. A generation is a number that no other trie, and no earlier filling of this one, has.

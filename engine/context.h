@@ -11,6 +11,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/autograd/node.h>
 
+#include "retrograd/current_node.h"
 #include "retrograd/retrograd.h"
 
 namespace retrograd {
@@ -63,9 +64,5 @@ class SettingCarrier {
  private:
   std::optional<at::impl::ThreadLocalPythonObjects> outer_;
 };
-
-// The node that is running on this thread, as the user sees it: inside a region the step's own node, else what
-// libtorch says (null outside backward).
-c10::intrusive_ptr<torch::autograd::Node> current_node();
 
 }  // namespace retrograd

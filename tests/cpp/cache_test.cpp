@@ -338,6 +338,39 @@ TEST(Trie, EvictedLeafStaysWholeForItsHolder) {
   EXPECT_FALSE(trie.touch(*leaf));
 }
 
+TEST(Trie, EvictsWhatExceedsTheNodeLimit) {
+  Trie trie(Trie::Limits{.max_nodes = 4});
+  insert(trie, path({"a", "b"}));
+  insert(trie, path({"c", "d"}));
+  EXPECT_EQ(trie.stats().leaves, 2U);
+  insert(trie, path({"e"}));  // five nodes: the oldest path goes, and with it two
+  EXPECT_EQ(trie.stats().nodes, 3U);
+  EXPECT_EQ(trie.find(path({"a", "b"})), nullptr);
+  EXPECT_NE(trie.find(path({"c", "d"})), nullptr);
+  EXPECT_NE(trie.find(path({"e"})), nullptr);
+}
+
+TEST(Trie, KeepsTheLastPathEvenIfItAloneExceedsTheNodeLimit) {
+  Trie trie(Trie::Limits{.max_nodes = 2});
+  insert(trie, path({"a"}));
+  insert(trie, path({"b", "c", "d", "e"}));
+  EXPECT_EQ(trie.stats().leaves, 1U);
+  EXPECT_NE(trie.find(path({"b", "c", "d", "e"})), nullptr);
+  insert(trie, path({"f"}));
+  EXPECT_EQ(trie.find(path({"b", "c", "d", "e"})), nullptr);
+  EXPECT_EQ(trie.stats().nodes, 1U);
+}
+
+TEST(Trie, SmallerNodeLimitEvictsAtOnce) {
+  Trie trie;
+  insert(trie, path({"a", "b"}));
+  insert(trie, path({"c", "d"}));
+  trie.set_limits({.max_nodes = 3});
+  EXPECT_EQ(trie.stats().nodes, 2U);
+  EXPECT_EQ(trie.stats().evictions, 1U);
+  EXPECT_NE(trie.find(path({"c", "d"})), nullptr);
+}
+
 TEST(Trie, SmallerLimitEvictsAtOnce) {
   Trie trie;
   for (char c = 'a'; c <= 'j'; ++c) {
