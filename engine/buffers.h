@@ -29,8 +29,6 @@ class HostBuffers {
   };
   Placement enter(size_t, Node&) { return {}; }
 
-  bool has_gradient(size_t step) const { return !buffers_[step].empty(); }
-
   // The step's inputs, undefined where no gradient came.
   variable_list take(size_t step) {
     // A GraphRoot has metadata for inputs that it does not take.
@@ -110,8 +108,6 @@ class StreamBuffers {
     }
     return Placement(task_, stream);
   }
-
-  bool has_gradient(size_t step) const { return buffers_[step].has_value(); }
 
   variable_list take(size_t step) {
     variable_list inputs = std::move(room(step).buffer);

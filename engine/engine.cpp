@@ -100,11 +100,16 @@ variable_list ReentrantEngine::execute(const edge_list& roots, const variable_li
 
 variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& gradients, bool keep_graph,
                                    bool create_graph, bool accumulate_grad, const edge_list& outputs) {
-  // The stock engine checks, reduces and casts the caller's gradients in place too.
-  torch::autograd::validate_outputs(roots, const_cast<variable_list&>(gradients),
-                                    [](const std::string& message) { return message; });
-
   ThreadStats& stats = thread_stats();
+  try {
+    // The stock engine checks, reduces and casts the caller's gradients in place too.
+    torch::autograd::validate_outputs(roots, const_cast<variable_list&>(gradients),
+                                      [](const std::string& message) { return message; });
+  } catch (...) {
+    stats.count_previous(PreviousReason::kIrregularCall);
+    throw;
+  }
+
   ThreadContext& context = thread_context();
   PreparedCall call{.roots = roots,
                     .gradients = gradients,

@@ -100,22 +100,40 @@ variable_list call_node(Node& fn, variable_list inputs, bool keep_graph) {
 }
 
 // Steps that will not run because a post-hook returned fewer gradients than its node has edges. The stock engine
-// leaves their nodes waiting for ever; a node left waiting with a gradient in hand is an error there at the end.
+// leaves their nodes waiting; if something was sent to one of them, be it an undefined gradient, the call ends in an
+// error once all other nodes have run.
 class Starved {
  public:
-  bool contains(size_t step) const { return !steps_.empty() && steps_[step]; }
-  void add(const GraphShape& shape, std::span<const EdgeShape> edges) {
-    steps_.resize(shape.steps.size(), false);
-    for (const EdgeShape& edge : edges) {
-      if (edge.step != kNoStep) steps_[edge.step] = true;
+  explicit Starved(const GraphShape& shape) : shape_(shape) {}
+
+  bool contains(size_t step) const { return !starved_.empty() && starved_[step]; }
+
+  // Step `step` followed only its first `count` edges. Zero for a step that is itself starved.
+  void followed(size_t step, size_t count) {
+    starved_.resize(shape_.steps.size(), false);
+    cut_.emplace_back(step, count);
+    for (const EdgeShape& edge : shape_.edges_of(shape_.steps[step]).subspan(count)) {
+      if (edge.step != kNoStep) starved_[edge.step] = true;
     }
   }
-  void saw_gradient() { gradient_waits_ = true; }
-  void check_end() const { TORCH_CHECK(!gradient_waits_, "could not compute gradients for some functions"); }
+
+  void check_end() const {
+    if (C10_LIKELY(starved_.empty())) return;
+    size_t cut = 0;  // in step order, like the loop
+    for (size_t k = 0; k < shape_.steps.size(); ++k) {
+      auto edges = shape_.edges_of(shape_.steps[k]);
+      if (cut < cut_.size() && cut_[cut].first == k) edges = edges.first(cut_[cut++].second);
+      if (!shape_.steps[k].needed) continue;
+      for (const EdgeShape& edge : edges) {
+        TORCH_CHECK(edge.step == kNoStep || !starved_[edge.step], "could not compute gradients for some functions");
+      }
+    }
+  }
 
  private:
-  std::vector<bool> steps_;
-  bool gradient_waits_ = false;
+  const GraphShape& shape_;
+  std::vector<bool> starved_;                   // by step; empty as long as there is none
+  std::vector<std::pair<size_t, size_t>> cut_;  // steps that followed fewer edges than they have, and how many
 };
 
 }  // namespace
@@ -200,14 +218,13 @@ void Schedule::run(const ScheduleRun& call) const {
 template <class Buffers>
 void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
   const Baseline baseline(call.task);
-  Starved starved;
+  Starved starved(shape_);
   bool described = call.describe_at_start;
   if (described) call.describe_task();
   for (size_t k = 0; k < shape_.steps.size(); ++k) {
     const StepShape& step = shape_.steps[k];
     if (C10_UNLIKELY(starved.contains(k))) {
-      if (buffers.has_gradient(k)) starved.saw_gradient();
-      starved.add(shape_, shape_.edges_of(step));
+      starved.followed(k, 0);
       continue;
     }
     Node& fn = *call.nodes[k];
@@ -240,7 +257,7 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
 
     const auto edges = shape_.edges_of(step);
     if (outputs.empty()) placement.mark_leaf();
-    if (C10_UNLIKELY(outputs.size() < edges.size())) starved.add(shape_, edges.subspan(outputs.size()));
+    if (C10_UNLIKELY(outputs.size() < edges.size())) starved.followed(k, outputs.size());
     for (size_t i = 0; i < std::min(outputs.size(), edges.size()); ++i) {
       if (edges[i].step == kNoStep || !outputs[i].defined()) continue;
       buffers.add(edges[i], std::move(outputs[i]), placement, *call.nodes[edges[i].step]);
