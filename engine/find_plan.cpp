@@ -54,11 +54,17 @@ class RecentPlans {
 
 struct PerThread {
   RecentPlans recent;
-  GraphShape shape;  // a walk's result, until a plan takes it over
-  WalkedGraph graph;
-  cache::Path path;
   cache::Memo memo;
+
+  // Working memory of a call that walks, kept for the next one unless the graph was very large.
+  struct Walked {
+    GraphShape shape;
+    WalkedGraph graph;
+    cache::Path path;
+  } walked;
 };
+
+constexpr size_t kKeepWalkedSteps = size_t{1} << 16U;
 
 PerThread& per_thread() {
   thread_local PerThread state;
@@ -96,16 +102,19 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
     }
   }
 
-  if (!walk(root, call.accumulate, call.outputs, mine.shape, mine.graph)) return {};
-  mine.shape.root_input = call.single_root ? call.roots[0].input_nr : 0;
-  call.nodes = mine.graph.nodes;
-  call.not_running = mine.graph.not_running;
+  GraphShape& shape = mine.walked.shape;
+  WalkedGraph& graph = mine.walked.graph;
+  cache::Path& path = mine.walked.path;
+  if (!walk(root, call.accumulate, call.outputs, shape, graph)) return {};
+  shape.root_input = call.single_root ? call.roots[0].input_nr : 0;
+  call.nodes = graph.nodes;
+  call.not_running = graph.not_running;
   watch.lap(stats.walk_ns);
 
-  mine.path.clear();
-  append_keys(mine.shape, mine.path);
+  path.clear();
+  append_keys(shape, path);
   FoundPlan found;
-  found.leaf = plan_trie().find_or_insert(mine.path, &mine.memo).leaf;
+  found.leaf = plan_trie().find_or_insert(path, &mine.memo).leaf;
   // The same structure in the same order makes the same schedule, so one per leaf is enough. Making it runs no
   // user code and takes microseconds: threads that want the same one wait.
   const void* plan = found.leaf->find({});
@@ -114,10 +123,11 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
   } else {
     stats.misses.add(1);
     plan = found.leaf->get_or_build(
-        {}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> { return make_schedule(mine.shape, call.nodes); });
+        {}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> { return make_schedule(shape, call.nodes); });
   }
   found.schedule = static_cast<const Schedule*>(plan);
   if (!prunes) mine.recent.remember(found);
+  if (shape.steps.size() > kKeepWalkedSteps) mine.walked = {};
   watch.lap(stats.lookup_ns);
   return found;
 }
