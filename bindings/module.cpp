@@ -20,8 +20,14 @@ const retrograd::PythonGate kGate{
         [](void* state) { std::unique_ptr<py::gil_scoped_acquire>(static_cast<py::gil_scoped_acquire*>(state)); },
 };
 
-// A setting as Python carries it from enable().__enter__ to __exit__: (mode, backend).
-std::pair<int, int> pack(Setting s) { return {static_cast<int>(s.mode), static_cast<int>(s.options.backend())}; }
+// What this thread's open enable() and disable() blocks have to put back. Kept here, not in the Python objects, so that
+// one object may be used by several threads.
+std::vector<Setting>& entered_settings() {
+  thread_local std::vector<Setting> settings;
+  return settings;
+}
+
+// A setting as Python names it: (mode, backend).
 Setting unpack(std::pair<int, int> p) {
   return {static_cast<Setting::Mode>(p.first), retrograd::Options().backend(static_cast<retrograd::Backend>(p.second))};
 }
@@ -58,11 +64,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("is_installed", &retrograd::is_installed);
   m.def("enter_setting", [](std::pair<int, int> setting) {
     auto& current = retrograd::thread_context().setting;
-    const auto outer = pack(current);
+    entered_settings().push_back(current);
     current = unpack(setting);
-    return outer;
   });
-  m.def("restore_setting", [](std::pair<int, int> setting) { retrograd::thread_context().setting = unpack(setting); });
+  m.def("leave_setting", [] {
+    auto& outer = entered_settings();
+    if (outer.empty()) {
+      throw std::runtime_error(
+          "a retrograd.enable() or disable() block was left on a thread that did not enter it; enter and leave it on "
+          "the same thread.");
+    }
+    retrograd::thread_context().setting = outer.back();
+    outer.pop_back();
+  });
   m.def("set_default", [](std::optional<int> backend) {
     retrograd::set_default(backend
                                ? std::optional(retrograd::Options().backend(static_cast<retrograd::Backend>(*backend)))

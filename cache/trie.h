@@ -103,6 +103,9 @@ class Trie {
     return true;
   }
 
+  // Changes with every clear(): what a caller kept from an earlier generation is out of the trie.
+  uint64_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
+
   void clear() RETROGRAD_EXCLUDES(mutex_);
   bool is_empty() const RETROGRAD_EXCLUDES(mutex_);
   Stats stats() const RETROGRAD_EXCLUDES(mutex_);

@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <mutex>
+#include <optional>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/LegacyVmapMode.h>
@@ -141,6 +142,10 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
     Stopwatch watch;
     ~TimeRun() { watch.lap(counter); }
   } time_run{stats.run_ns, {}};
+  // The region takes the setting along itself; final callbacks, which run after it, may find themselves on another
+  // thread if this call is nested.
+  std::optional<SettingCarrier> carrier;
+  if (torch::autograd::get_current_graph_task_id() >= 0) carrier.emplace();
   run_in_region(previous(), call, create_graph);
   return std::move(call.captured);
 }

@@ -9,6 +9,10 @@
 namespace retrograd {
 namespace {
 
+// Graphs with more steps than this are walked at every call. A thread keeps nothing of them between calls: finding
+// the plan is a small part of running it, and the memory would be large.
+constexpr size_t kLargeGraph = size_t{1} << 16U;
+
 // The plans that this thread used last, most recent first. A training step visits few graphs over and over (an
 // outer one and, with reentrant checkpoint, one for each block), and binding a plan to a graph is several times
 // cheaper than walking it, so these are tried before the cache is asked.
@@ -20,23 +24,33 @@ class RecentPlans {
 
   // The first recent plan that fits the graph under `root`, with call.nodes bound; null if none does.
   FoundPlan find(Node& root, PreparedCall& call) {
+    const cache::Trie& trie = plan_trie();
+    if (generation_ != trie.generation()) {  // cleared: let go of all
+      generation_ = trie.generation();
+      clear();
+    }
     for (size_t i = 0; i < size_; ++i) {
       const FoundPlan& entry = entries_[i];
-      const GraphShape& shape = entry.schedule->shape();
-      // The shape starts with the root's input, which is not part of what bind() compares.
-      if (call.single_root && shape.root_input != call.roots[0].input_nr) continue;
+      // The root's input is not part of what bind() compares.
+      if (call.single_root && entry.schedule->shape().root_input != call.roots[0].input_nr) continue;
       if (!entry.schedule->bind(root, call.nodes)) continue;
-      if (!plan_trie().touch(*entry.leaf)) {  // evicted or cleared: must be found anew, or made anew
+      if (!trie.touch(*entry.leaf)) {  // evicted: must be found anew, or made anew
         forget(i);
         return {};
       }
-      if (i != 0) std::swap(entries_[i], entries_[i / 2]);
-      return entries_[i / 2];
+      const size_t closer = i / 2;
+      if (closer != i) std::swap(entries_[i], entries_[closer]);
+      return entries_[closer];
     }
     return {};
   }
 
   void remember(const FoundPlan& found) {
+    // It may be here already: bind() refuses a graph whose sequence numbers compare differently, though the order is
+    // the same.
+    for (size_t i = 0; i < size_; ++i) {
+      if (entries_[i].schedule == found.schedule) return;
+    }
     if (size_ < entries_.size()) ++size_;
     for (size_t i = size_ - 1; i > 0; --i) entries_[i] = std::move(entries_[i - 1]);
     entries_[0] = found;
@@ -50,21 +64,20 @@ class RecentPlans {
 
   std::array<FoundPlan, 8> entries_;
   size_t size_ = 0;
+  uint64_t generation_ = 0;
 };
 
 struct PerThread {
   RecentPlans recent;
   cache::Memo memo;
 
-  // Working memory of a call that walks, kept for the next one unless the graph was very large.
+  // Working memory of a call that walks.
   struct Walked {
     GraphShape shape;
     WalkedGraph graph;
     cache::Path path;
   } walked;
 };
-
-constexpr size_t kKeepWalkedSteps = size_t{1} << 16U;
 
 PerThread& per_thread() {
   thread_local PerThread state;
@@ -111,10 +124,11 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
   call.not_running = graph.not_running;
   watch.lap(stats.walk_ns);
 
+  const bool large = shape.steps.size() > kLargeGraph;
   path.clear();
   append_keys(shape, path);
   FoundPlan found;
-  found.leaf = plan_trie().find_or_insert(path, &mine.memo).leaf;
+  found.leaf = plan_trie().find_or_insert(path, large ? nullptr : &mine.memo).leaf;
   // The same structure in the same order makes the same schedule, so one per leaf is enough. Making it runs no
   // user code and takes microseconds: threads that want the same one wait.
   const void* plan = found.leaf->find({});
@@ -122,12 +136,15 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
     stats.hits.add(1);
   } else {
     stats.misses.add(1);
-    plan = found.leaf->get_or_build(
-        {}, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> { return make_schedule(shape, call.nodes); });
+    plan = found.leaf->get_or_build({}, cache::Wait::kYes,
+                                    [&]() -> std::shared_ptr<const void> { return make_schedule(shape, call.nodes); });
   }
   found.schedule = static_cast<const Schedule*>(plan);
-  if (!prunes) mine.recent.remember(found);
-  if (shape.steps.size() > kKeepWalkedSteps) mine.walked = {};
+  if (large) {
+    mine.walked = {};
+  } else if (!prunes) {
+    mine.recent.remember(found);
+  }
   watch.lap(stats.lookup_ns);
   return found;
 }

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "engine/context.h"
+
 namespace retrograd {
 namespace {
 
@@ -14,7 +16,10 @@ class GatedHooks final : public torch::autograd::SavedVariableHooks {
   explicit GatedHooks(std::unique_ptr<SavedVariableHooks> inner) : inner_(std::move(inner)) {}
   // Both take the GIL themselves.
   void call_pack_hook(const at::Tensor& tensor) override { inner_->call_pack_hook(tensor); }
-  at::Tensor call_unpack_hook() override { return inner_->call_unpack_hook(); }
+  at::Tensor call_unpack_hook() override {
+    ++thread_context().unpack_hooks;
+    return inner_->call_unpack_hook();
+  }
 
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
     PythonGateLock lock;

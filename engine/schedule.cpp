@@ -10,22 +10,32 @@
 #include <torch/csrc/autograd/input_buffer.h>
 
 #include "engine/buffers.h"
+#include "engine/gated_hooks.h"
 
 namespace retrograd {
 namespace {
 
 // The thread-local state that the stock engine gives every node afresh. Saving and restoring all of it costs more
-// than many a node, so it is restored only after steps that ran user code, and after others only where a glance
-// shows a change (a saved-tensor hook that left grad mode switched, say).
+// than many a node, so it is restored only after steps that ran user code: hooks, users' functions, and libtorch's own
+// nodes when they unpacked a tensor that was saved with hooks. After other steps a glance at the most important parts
+// has to do (a gradient of a tensor subclass may have run anything).
 class Baseline {
  public:
   explicit Baseline(const torch::autograd::GraphTask& task)
       : state_(task.thread_locals_),
         autograd_(c10::AutogradState::get_tls_state()),
-        keys_(c10::impl::tls_local_dispatch_key_set()) {}
+        keys_(c10::impl::tls_local_dispatch_key_set()),
+        context_(thread_context()),
+        unpack_hooks_(context_.unpack_hooks),
+        ungated_hooks_(ungated_hooks_exist()) {}
 
-  void restore() const { at::ThreadLocalState::setThreadLocalState(state_); }
-  void restore_if_changed() const {
+  void restore() { at::ThreadLocalState::setThreadLocalState(state_); }
+  void restore_if_changed() {
+    if (C10_UNLIKELY(context_.unpack_hooks != unpack_hooks_ || ungated_hooks_)) {
+      unpack_hooks_ = context_.unpack_hooks;
+      restore();
+      return;
+    }
     const auto& now = c10::AutogradState::get_tls_state();
     const auto keys = c10::impl::tls_local_dispatch_key_set();
     if (C10_LIKELY(now.get_grad_mode() == autograd_.get_grad_mode() &&
@@ -43,6 +53,9 @@ class Baseline {
   const at::ThreadLocalState& state_;
   c10::AutogradState autograd_;
   c10::impl::LocalDispatchKeySet keys_;
+  const ThreadContext& context_;
+  uint64_t unpack_hooks_;
+  const bool ungated_hooks_;  // such hooks are not counted
 };
 
 // Hook lists may grow while they are run (a hook may add a hook to its own node), so they are read by index.
@@ -217,7 +230,7 @@ void Schedule::run(const ScheduleRun& call) const {
 
 template <class Buffers>
 void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
-  const Baseline baseline(call.task);
+  Baseline baseline(call.task);
   Starved starved(shape_);
   bool described = call.describe_at_start;
   if (described) call.describe_task();

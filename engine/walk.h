@@ -95,9 +95,10 @@ struct WalkedGraph {
   std::vector<Node*> not_running;  // reachable, but pruned away; in no particular order
 };
 
-// Walks from `root`: the only root's function, or a GraphRoot over several roots. `outputs` are the edges the call's inputs= names (empty: all leaves), `accumulate` is true for
-// backward() and false for grad(). Returns false, leaving `shape` and `graph` unspecified, for a graph that the stock
-// engine would stumble over (an edge into an input that its node does not have); the caller lets it.
+// Walks from `root`: the only root's function, or a GraphRoot over several roots. `outputs` are the edges the call's
+// inputs= names (empty: all leaves), `accumulate` is true for backward() and false for grad(). Returns false, leaving
+// `shape` and `graph` unspecified, for a graph that the stock engine would stumble over (an edge into an input that its
+// node does not have); the caller lets it.
 bool walk(Node& root, bool accumulate, const edge_list& outputs, GraphShape& shape, WalkedGraph& graph);
 
 }  // namespace retrograd

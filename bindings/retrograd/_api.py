@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from types import TracebackType
@@ -43,18 +44,20 @@ def is_installed() -> bool:
 
 
 class _Scope:
-    """A setting for the calling thread, for a `with` block or a decorated function; both may nest."""
+    """A setting for the calling thread, for a `with` block or a decorated function; both may nest.
+
+    One object may serve several threads and calls at a time: what a block has to put back is kept by its thread.
+    """
 
     def __init__(self, setting: tuple[int, int]) -> None:
         self._setting = setting
-        self._outer: list[tuple[int, int]] = []
 
     def _check(self) -> None:
         pass
 
     def __enter__(self) -> None:
         self._check()
-        self._outer.append(_C.enter_setting(self._setting))
+        _C.enter_setting(self._setting)
 
     def __exit__(
         self,
@@ -62,22 +65,22 @@ class _Scope:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _C.restore_setting(self._outer.pop())
+        _C.leave_setting()
 
     def __call__(self, function: _F) -> _F:
+        suspends = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if isinstance(function, type) or not callable(function) or any(test(function) for test in suspends):
+            raise TypeError(
+                f"retrograd.{type(self).__name__}() decorates plain functions only; inside a class, generator or "
+                "coroutine put a `with` block around the backward call."
+            )
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # A scope of its own for each call: calls of one decorated function may overlap in several threads.
-            with type(self)._of(self._setting):
+            with self:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
-
-    @classmethod
-    def _of(cls, setting: tuple[int, int]) -> _Scope:
-        scope = cls.__new__(cls)
-        _Scope.__init__(scope, setting)
-        return scope
 
 
 class enable(_Scope):
@@ -140,7 +143,10 @@ def reset_stats() -> None:
 
 
 def cache_clear() -> None:
-    """Forgets all plans. Safe at any moment; calls in flight keep what they use."""
+    """Forgets all plans. Safe at any moment.
+
+    Calls in flight keep what they use, and each thread keeps the few plans that it used last until its next call.
+    """
     _C.cache_clear()
 
 
