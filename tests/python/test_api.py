@@ -7,6 +7,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -21,6 +23,12 @@ def step() -> None:
     x.sin().sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
+
+
+def enabled_here() -> bool:
+    with counting() as calls:
+        step()
+    return calls.schedule == 1
 
 
 def paths(calls: Calls) -> tuple[int, int]:
@@ -114,6 +122,55 @@ def test_one_decorated_function_serves_many_threads() -> None:
         run_threads([train] * 4)
         step()
     assert paths(calls) == (200, 1)
+
+
+def test_one_scope_object_serves_several_threads() -> None:
+    on, off = retrograd.enable(), retrograd.disable()
+    meet, one_at_a_time = threading.Barrier(2), threading.Lock()
+    seen = {}
+
+    def work(name: str, first: AbstractContextManager[None], second: AbstractContextManager[None]) -> None:
+        with first:
+            meet.wait()
+            with second:
+                meet.wait()
+            meet.wait()
+            with one_at_a_time:
+                seen[name] = enabled_here()
+            meet.wait()
+
+    run_threads([lambda: work("a", off, on), lambda: work("b", on, off)])
+    assert seen == {"a": False, "b": True}
+
+
+def test_leaving_on_a_thread_that_did_not_enter_is_an_error() -> None:
+    scope = retrograd.enable()
+    scope.__enter__()
+
+    def leave() -> None:
+        with pytest.raises(RuntimeError, match="enter and leave it on the same thread"):
+            scope.__exit__(None, None, None)
+
+    try:
+        run_threads([leave])
+        assert enabled_here()
+    finally:
+        scope.__exit__(None, None, None)
+    assert not enabled_here()
+
+
+def test_only_plain_functions_can_be_decorated() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None: ...
+
+    class Class: ...
+
+    for scope in (retrograd.enable(), retrograd.disable()):
+        for thing in (generator, coroutine, Class, 3):
+            with pytest.raises(TypeError, match=r"plain functions only; .* put a `with` block"):
+                scope(thing)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -297,3 +297,36 @@ def test_threads_that_served_an_enabled_call_are_not_enabled_after_it() -> None:
         with retrograd.enable() if enabled else retrograd.disable(), counting() as calls:
             Nested.apply(leaf(3), 130, lambda level: None).sum().backward()
         assert (calls.schedule, calls.previous) == ((131, 0) if enabled else (0, 131))
+
+
+@pytest.mark.parametrize("depth", [0, 59, 60, 61, 62, 75])
+def test_backward_in_a_callback_follows_the_setting_of_its_call(depth: int) -> None:
+    """At depth 61 the callback is the first thing to run on a thread of the stock engine's pool."""
+
+    @torch.enable_grad()
+    def callback() -> None:
+        (leaf(1) * 2).sum().backward()
+
+    @torch.enable_grad()
+    def nest(levels: int) -> None:
+        y = leaf(1) * 2
+
+        def hook(_: Tensor) -> None:
+            if levels > 0:
+                nest(levels - 1)
+            else:
+                queue_callback(callback)
+
+        y.register_hook(hook)
+        y.sum().backward()
+
+    for scope, path in ((retrograd.enable(), "schedule"), (retrograd.disable(), "previous")):
+        retrograd.set_default("schedule" if path == "previous" else None)
+        try:
+            retrograd.reset_stats()
+            with scope:
+                nest(depth)
+            calls = retrograd.stats()["calls"]
+        finally:
+            retrograd.set_default(None)
+        assert calls[path] == sum(calls.values()) == depth + 2, (path, calls)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any
+
 import pytest
 import torch
 from oracle import Recorder, compare, leaf, previous
@@ -10,6 +14,7 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -168,6 +173,67 @@ def test_hooks_and_checkpoint(reentrant: bool) -> None:
             y = checkpoint(lambda t: t.sin().exp(), x * 2, use_reentrant=reentrant)
             z = y * x
         z.sum().backward()
+        rec.grads(x)
+
+    compare(program)
+
+
+def _push(manager: Callable[[], AbstractContextManager[object]]) -> Callable[[ExitStack], object]:
+    return lambda stack: stack.enter_context(manager())
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (
+            _push(lambda: saved_tensors_hooks(lambda t: t, lambda t: t)),
+            lambda: torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        ),
+        (
+            _push(lambda: disable_saved_tensors_hooks("no")),
+            torch._C._autograd._saved_tensors_hooks_is_enabled,
+        ),
+        (_push(TorchFunctionMode), torch._C._len_torch_function_stack),
+        (_push(torch._C.DisableTorchFunction), torch._C._is_torch_function_enabled),
+        (_push(lambda: torch.autocast("cpu")), lambda: torch.is_autocast_enabled("cpu")),
+        (lambda stack: torch.set_grad_enabled(True), torch.is_grad_enabled),
+        (lambda stack: torch._C._stash_obj_in_tls("mine", 1), lambda: torch._C._is_key_in_tls("mine")),
+    ],
+    ids=["hooks", "no hooks", "function mode", "no functions", "autocast", "grad mode", "object"],
+)
+@pytest.mark.parametrize("put_on", ["by default", "on one tensor"])
+def test_state_that_unpack_leaves_behind_does_not_reach_the_next_node(
+    change: Callable[[ExitStack], object], seen: Callable[[], object], put_on: str
+) -> None:
+    def program(rec: Recorder) -> None:
+        class Probe(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, g: Tensor) -> Tensor:
+                rec.say("in the next node", seen())
+                return g
+
+        def unpack(t: Tensor) -> Tensor:
+            change(left_open)
+            return t
+
+        x = leaf(3)
+        y = Probe.apply(x)
+        left_open = ExitStack()
+        if put_on == "by default":
+            with saved_tensors_hooks(lambda t: t, unpack):
+                z = y.sin()
+        else:
+            z = y.sin()
+            z.grad_fn._raw_saved_self.register_hooks(lambda t: t, unpack)
+        z.sum().backward()
+        rec.say("after", seen())
+        with suppress(RuntimeError):  # what it would take back, the engine has taken back already
+            left_open.close()
+        torch._C._remove_obj_from_tls("mine")
         rec.grads(x)
 
     compare(program)
