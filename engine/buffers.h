@@ -27,7 +27,7 @@ class HostBuffers {
   struct Placement {
     void mark_leaf() const {}
   };
-  Placement enter(size_t, Node&) { return {}; }
+  static Placement enter(size_t, Node&) { return {}; }
 
   // The step's inputs, undefined where no gradient came.
   variable_list take(size_t step) {
@@ -106,7 +106,7 @@ class StreamBuffers {
       TORCH_INTERNAL_ASSERT(stream && buffer.ready_streams[i]);
       if (*stream != *buffer.ready_streams[i]) stream->wait(*buffer.ready_events[i]);
     }
-    return Placement(task_, stream);
+    return {task_, stream};
   }
 
   variable_list take(size_t step) {

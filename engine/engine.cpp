@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 
@@ -21,7 +22,6 @@
 namespace retrograd {
 namespace {
 
-using torch::autograd::Engine;
 using torch::autograd::GraphRoot;
 
 std::atomic<bool> stock_compiled_autograd_active{false};
@@ -48,10 +48,7 @@ bool is_irregular(const edge_list& roots, const variable_list& gradients, bool a
     if (!roots[i].is_valid() || roots[i].input_nr >= roots[i].function->num_inputs()) return true;
     if (!gradients[i].defined()) return true;
   }
-  for (const Edge& output : outputs) {
-    if (!output.is_valid()) return true;
-  }
-  return false;
+  return std::any_of(outputs.begin(), outputs.end(), [](const Edge& output) { return !output.is_valid(); });
 }
 
 // Finds out about accelerator streams: only in a process that has an accelerator, and only if some node uses one.

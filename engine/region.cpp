@@ -35,7 +35,7 @@ class BackwardRegion final : public Node {
   variable_list apply(variable_list&&) override {
     GraphTask& task = current_graph_task();
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
-    CallFrame frame{.parent = call_.parent, .depth = call_.parent ? call_.parent->depth + 1 : 1};
+    CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
     ContextScope scope(call_.setting, frame);
     call_.schedule->run({.nodes = call_.nodes,
                          .root_gradients = call_.single_root ? &call_.gradients : nullptr,

@@ -105,8 +105,8 @@ void prune(bool accumulate, const edge_list& outputs, Scratch& s) {
   }
   std::stable_sort(s.captures.begin(), s.captures.end(), [](auto& a, auto& b) { return a.first < b.first; });
   const auto runs = [&](uint32_t n) {
-    return s.needed[n] || std::binary_search(s.captures.begin(), s.captures.end(), std::pair{n, CaptureShape{}},
-                                             [](auto& a, auto& b) { return a.first < b.first; });
+    return s.needed[n] != 0 || std::binary_search(s.captures.begin(), s.captures.end(), std::pair{n, CaptureShape{}},
+                                                  [](auto& a, auto& b) { return a.first < b.first; });
   };
   // Depth first, children before parents.
   s.visited.assign(s.nodes.size(), 0);
@@ -123,7 +123,7 @@ void prune(bool accumulate, const edge_list& outputs, Scratch& s) {
       continue;
     }
     const uint32_t t = targets[next++];
-    if (t != kNoStep && !s.visited[t]) {
+    if (t != kNoStep && s.visited[t] == 0) {
       s.visited[t] = 1;
       s.frames.emplace_back(t, 0);
     }
@@ -215,7 +215,9 @@ bool walk(Node& root, bool accumulate, const edge_list& outputs, GraphShape& sha
     prune(accumulate, outputs, s);
     std::vector<uint8_t> captured(s.nodes.size(), 0);
     for (const auto& [n, capture] : s.captures) captured[n] = 1;
-    simulate(s, [&](uint32_t n) { return s.needed[n] || captured[n]; }, [&](uint32_t n) { return s.needed[n] != 0; });
+    simulate(
+        s, [&](uint32_t n) { return s.needed[n] != 0 || captured[n] != 0; },
+        [&](uint32_t n) { return s.needed[n] != 0; });
   } else {
     simulate(s, [](uint32_t) { return true; }, [](uint32_t) { return true; });
   }
