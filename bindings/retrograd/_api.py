@@ -10,9 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from retrograd import _entry
-from retrograd._load import load
-
-_C = load()
+from retrograd._load import C as _C
 
 logger = logging.getLogger("retrograd")
 logger.addHandler(logging.NullHandler())
@@ -94,6 +92,7 @@ class enable(_Scope):
 
     Raises:
         ValueError: for an unknown backend.
+        TypeError: for `@retrograd.enable` without parentheses.
         RuntimeError: on entering, if `install()` was not called.
     """
 
@@ -101,8 +100,7 @@ class enable(_Scope):
         super().__init__((_C.MODE_ENABLED, _backend_id(backend)))
 
     def _check(self) -> None:
-        if not is_installed():
-            raise RuntimeError("retrograd is not installed; call retrograd.install() first.")
+        _check_installed()
 
 
 class disable(_Scope):
@@ -115,12 +113,18 @@ class disable(_Scope):
 def set_default(backend: str | None = "schedule") -> None:
     """Decides for threads that use neither `enable()` nor `disable()`; None is the previous engine, as at the start.
 
-    Takes effect at each thread's next backward call, and only while retrograd is installed.
+    Takes effect at each thread's next backward call.
 
     Raises:
         ValueError: for an unknown backend.
+        RuntimeError: for a backend, if `install()` was not called.
     """
-    _C.set_default(None if backend is None else _backend_id(backend))
+    if backend is None:
+        _C.set_default(None)
+        return
+    identifier = _backend_id(backend)
+    _check_installed()
+    _C.set_default(identifier)
 
 
 def stats() -> dict[str, Any]:
@@ -150,9 +154,16 @@ def cache_clear() -> None:
     _C.cache_clear()
 
 
+def _check_installed() -> None:
+    if not is_installed():
+        raise RuntimeError("retrograd is not installed; call retrograd.install() first.")
+
+
 def _backend_id(backend: str) -> int:
+    if callable(backend):
+        raise TypeError("retrograd.enable takes the name of a backend: as a decorator, write @retrograd.enable().")
     try:
         return _BACKENDS[backend]
     except (KeyError, TypeError):
         known = ", ".join(repr(name) for name in _BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}: choose one of {known}.") from None
+        raise ValueError(f"unknown backend {backend!r}: the known ones are {known}.") from None

@@ -8,12 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import Variable
+from retrograd._load import C as _C
+from retrograd._load import torch
 
-from retrograd._load import load
-
-_C = load()
+Variable = torch.autograd.Variable
 
 _lock = threading.Lock()
 _engine = _C.Engine()

@@ -1,34 +1,40 @@
-"""Loads the extension module, and says in one sentence what to do where that cannot work."""
+"""Loads torch and the extension module, and says in one sentence what to do where that cannot work.
+
+Imported before anything else of the package; the other modules take `torch` and `C` (retrograd._C) from here.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+from importlib.util import find_spec
 
 from retrograd._version import TORCH_VERSION
 
+__all__ = ["C", "torch"]
 
-def load() -> ModuleType:
-    """The module retrograd._C.
+try:
+    import torch  # brings libtorch into the process, which _C needs
+except ImportError as error:
+    raise ImportError(
+        f"retrograd needs PyTorch, which cannot be imported ({error}): run `pip install torch=={TORCH_VERSION}`."
+    ) from error
 
-    Raises ImportError where torch is missing or of another version, or the module cannot be loaded.
-    """
-    try:
-        import torch  # brings libtorch into the process, which _C needs
-    except ImportError as error:
-        raise ImportError(f"retrograd needs PyTorch: run `pip install torch=={TORCH_VERSION}`.") from error
-    found = torch.__version__.partition("+")[0]
-    if found != TORCH_VERSION:
-        raise ImportError(
-            f"retrograd is built for torch {TORCH_VERSION}, but torch {torch.__version__} is installed: "
-            f"run `pip install torch=={TORCH_VERSION}`."
-        )
-    try:
-        from retrograd import _C
-    except ImportError as error:
-        if "libtbb" in str(error):
-            raise ImportError("retrograd needs oneTBB: run `pip install tbb`, or install libtbb12.") from error
-        raise ImportError(
-            f"retrograd's extension module cannot be loaded ({error}): build it again with "
-            "`make build` in a checkout, or `pip install --force-reinstall retrograd`."
-        ) from error
-    return _C
+if torch.__version__.partition("+")[0] != TORCH_VERSION:
+    raise ImportError(
+        f"retrograd is built for torch {TORCH_VERSION}, but torch {torch.__version__} is installed: "
+        f"run `pip install torch=={TORCH_VERSION}`."
+    )
+
+if find_spec("retrograd._C") is None:
+    raise ImportError(
+        "retrograd's extension module is not built here: run `make build` in the checkout and use its "
+        ".venv/bin/python, or `pip install .` there."
+    )
+try:
+    from retrograd import _C as C
+except ImportError as error:
+    if "libtbb" in str(error):
+        raise ImportError("retrograd needs oneTBB: run `pip install tbb`, or install libtbb12.") from error
+    raise ImportError(
+        f"retrograd's extension module cannot be loaded ({error}): build it again, with `make build` in the checkout "
+        "or `pip install .` there."
+    ) from error

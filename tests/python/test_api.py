@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
@@ -473,6 +474,53 @@ def test_enable_before_install_in_a_new_process() -> None:
     """)
     assert done.stdout.strip() == "retrograd is not installed; call retrograd.install() first.", done.stderr
     assert done.returncode == 0
+
+
+def test_missing_torch_is_one_sentence() -> None:
+    done = python("""
+        import sys
+        sys.modules["torch"] = None
+        try:
+            import retrograd
+        except ImportError as error:
+            print(error)
+    """)
+    assert "retrograd needs PyTorch" in done.stdout, done.stderr
+    assert "pip install torch==2.13.0" in done.stdout
+
+
+def test_other_torch_is_one_sentence() -> None:
+    done = python("""
+        import torch
+        torch.__version__ = "2.12.0+cpu"
+        try:
+            import retrograd
+        except ImportError as error:
+            print(error)
+    """)
+    assert done.stdout.strip() == (
+        "retrograd is built for torch 2.13.0, but torch 2.12.0+cpu is installed: run `pip install torch==2.13.0`."
+    ), done.stderr
+
+
+def test_sources_without_the_built_module_are_one_sentence() -> None:
+    sources = Path(__file__).parents[2] / "bindings"
+    done = python(f"""
+        import sys
+        sys.path.insert(0, {str(sources)!r})
+        try:
+            import retrograd
+        except ImportError as error:
+            print(error)
+    """)
+    assert "not built here: run `make build`" in done.stdout, done.stderr
+
+
+def test_decorator_without_parentheses() -> None:
+    with pytest.raises(TypeError, match=r"write @retrograd\.enable\(\)"):
+
+        @retrograd.enable  # type: ignore[arg-type]
+        def function() -> None: ...
 
 
 def test_importing_retrograd_first_imports_torch_and_changes_nothing() -> None:

@@ -7,14 +7,13 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+PACKAGES = {"numpy": "numpy", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -37,18 +36,28 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check_packages(job: str) -> str | None:
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
-        return f"the demo needs {', '.join(missing)}: run `pip install {' '.join(missing)}`."
+        return f"the demo needs {', '.join(missing)}: run `{sys.executable} -m pip install {' '.join(missing)}`."
     if job != "digits" and find_spec("pydoc_data") is None:
         return "the demo reads Python's documentation topics (pydoc_data), which this Python lacks; use --job digits."
     return None
 
 
+def _cannot_write(path: Path, error: OSError) -> int:
+    print(
+        f"retrograd.demo: cannot write {path} ({error.strerror}): name a file in a folder that you may write to.",
+        file=sys.stderr,
+    )
+    return 1
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen jobs; 0 when the losses agree and retrograd ran every backward call."""
     arguments = _arguments(argv)
-    if arguments.output.is_dir() or not arguments.output.absolute().parent.is_dir():
-        print(f"retrograd.demo: cannot write {arguments.output}: name a file in an existing folder.", file=sys.stderr)
-        return 1
+    try:
+        with arguments.output.open("ab"):  # now, not after the training
+            pass
+    except OSError as error:
+        return _cannot_write(arguments.output, error)
     problem = _check_packages(arguments.job)
     if problem:
         print(f"retrograd.demo: {problem}", file=sys.stderr)
@@ -67,7 +76,11 @@ def main(argv: list[str] | None = None) -> int:
     print(report.table(comparisons))
     for comparison in comparisons:
         print(comparison.summary)
-    report.save_curves(comparisons, arguments.output)
+    print(report.LEGEND)
+    try:
+        report.save_curves(comparisons, arguments.output)
+    except OSError as error:
+        return _cannot_write(arguments.output, error)
     print(f"loss curves: {arguments.output}")
     problems = [sentence for sentence in (comparison.problem() for comparison in comparisons) if sentence]
     for sentence in problems:

@@ -20,6 +20,11 @@ EnterEngine = Callable[[], contextlib.AbstractContextManager[Any]]
 
 ROUNDS = 20
 
+LEGEND = """\
+steps/s: optimizer steps a second, forward and optimizer included, over all models of a job; the ratio is retrograd's
+over the stock engine's, and noisy for short runs. hits and misses: backward calls that found their plan, and that had
+to make it. nested calls: backward calls inside another one, here by reentrant checkpoint."""
+
 
 class Trainer(Protocol):
     """One job's models and optimizers, which learn the same from the same seeds whatever runs the backward."""
@@ -198,13 +203,18 @@ def save_curves(comparisons: list[Comparison], path: Path) -> None:
     mpl.rcParams["font.size"] = 9
     figure = Figure(figsize=(5.2 * len(comparisons), 3.6), layout="constrained")
     for axes, comparison in zip(figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons, strict=True):
+        same = " (identical)" if comparison.same_losses else ""
         for label, side, style in (
             ("stock", comparison.stock, {"linewidth": 3.5, "color": "#b9c4d0"}),
-            ("retrograd", comparison.ours, {"linewidth": 1.0, "color": "#b3261e", "linestyle": "--"}),
+            (
+                "retrograd" + same,
+                comparison.ours,
+                {"linewidth": 1.0, "color": "#b3261e", "linestyle": "--"},
+            ),
         ):
             mean = [sum(values) / len(values) for values in zip(*side.losses, strict=True)]
             axes.plot(range(1, len(mean) + 1), mean, label=label, **style)
-        axes.set(title=comparison.title, xlabel="step", ylabel="training loss", ylim=(0, None))
+        axes.set(title=comparison.title, xlabel="step", ylabel="training loss (nats)", ylim=(0, None))
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=140, format="png")

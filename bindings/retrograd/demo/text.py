@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -111,10 +109,10 @@ class TextTrainer:
         return [torch.stack(self._losses).tolist()]
 
     def summary(self) -> str:
-        """Give the loss at the start and at the end in bits per character."""
-        bits = [loss / math.log(2) for loss in self.losses()[0]]
-        last = bits[-20:]
-        return f"text: {bits[0]:.2f} bits per character at the start, {sum(last) / len(last):.2f} at the end"
+        """Give the loss at the start and at the end."""
+        losses = self.losses()[0]
+        last = losses[-20:]
+        return f"text: loss {losses[0]:.2f} at the start, {sum(last) / len(last):.2f} at the end (nats per character)"
 
     def close(self) -> None:
         """Do nothing: the job has no threads of its own."""
