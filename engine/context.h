@@ -11,6 +11,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/autograd/node.h>
 
+#include "engine/order.h"
 #include "retrograd/current_node.h"
 #include "retrograd/retrograd.h"
 
@@ -22,6 +23,10 @@ struct CallFrame {
   uint64_t depth = 1;           // 1 for an outermost call
   // The node whose step is running, as torch._C._current_autograd_node() should report it; null between steps.
   torch::autograd::Node* current_node = nullptr;
+  Order* order = nullptr;  // the call's progress while its steps run
+
+  ReadyHeap own_heap{};                                            // used in an outermost call only
+  ReadyHeap* heap = parent != nullptr ? parent->heap : &own_heap;  // shared by all calls of the chain
 };
 
 struct ThreadContext {

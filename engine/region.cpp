@@ -37,6 +37,8 @@ class BackwardRegion final : public Node {
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
     CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
     ContextScope scope(call_.setting, frame);
+    // The calls further out went live when the parent began.
+    if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();
     call_.schedule->run({.nodes = call_.nodes,
                          .root_gradients = call_.single_root ? &call_.gradients : nullptr,
                          .keep_graph = call_.keep_graph,

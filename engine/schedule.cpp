@@ -11,6 +11,7 @@
 
 #include "engine/buffers.h"
 #include "engine/gated_hooks.h"
+#include "engine/order.h"
 
 namespace retrograd {
 namespace {
@@ -112,43 +113,6 @@ variable_list call_node(Node& fn, variable_list inputs, bool keep_graph) {
   return outputs;
 }
 
-// Steps that will not run because a post-hook returned fewer gradients than its node has edges. The stock engine
-// leaves their nodes waiting; if something was sent to one of them, be it an undefined gradient, the call ends in an
-// error once all other nodes have run.
-class Starved {
- public:
-  explicit Starved(const GraphShape& shape) : shape_(shape) {}
-
-  bool contains(size_t step) const { return !starved_.empty() && starved_[step]; }
-
-  // Step `step` followed only its first `count` edges. Zero for a step that is itself starved.
-  void followed(size_t step, size_t count) {
-    starved_.resize(shape_.steps.size(), false);
-    cut_.emplace_back(step, count);
-    for (const EdgeShape& edge : shape_.edges_of(shape_.steps[step]).subspan(count)) {
-      if (edge.step != kNoStep) starved_[edge.step] = true;
-    }
-  }
-
-  void check_end() const {
-    if (C10_LIKELY(starved_.empty())) return;
-    size_t cut = 0;  // in step order, like the loop
-    for (size_t k = 0; k < shape_.steps.size(); ++k) {
-      auto edges = shape_.edges_of(shape_.steps[k]);
-      if (cut < cut_.size() && cut_[cut].first == k) edges = edges.first(cut_[cut++].second);
-      if (!shape_.steps[k].needed) continue;
-      for (const EdgeShape& edge : edges) {
-        TORCH_CHECK(edge.step == kNoStep || !starved_[edge.step], "could not compute gradients for some functions");
-      }
-    }
-  }
-
- private:
-  const GraphShape& shape_;
-  std::vector<bool> starved_;                   // by step; empty as long as there is none
-  std::vector<std::pair<size_t, size_t>> cut_;  // steps that followed fewer edges than they have, and how many
-};
-
 }  // namespace
 
 Schedule::Schedule(GraphShape shape) : shape_(std::move(shape)) {
@@ -231,15 +195,12 @@ void Schedule::run(const ScheduleRun& call) const {
 template <class Buffers>
 void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
   Baseline baseline(call.task);
-  Starved starved(shape_);
   bool described = call.describe_at_start;
   if (described) call.describe_task();
-  for (size_t k = 0; k < shape_.steps.size(); ++k) {
+  Order order(shape_, call.nodes, call.frame.depth, *call.frame.heap);
+  call.frame.order = &order;
+  for (uint32_t k = order.next(); k != kNoStep; k = order.next()) {
     const StepShape& step = shape_.steps[k];
-    if (C10_UNLIKELY(starved.contains(k))) {
-      starved.followed(k, 0);
-      continue;
-    }
     Node& fn = *call.nodes[k];
     call.frame.current_node = &fn;
     RECORD_FUNCTION(c10::str("autograd::engine::evaluate_function: ", fn.name()), c10::ArrayRef<const c10::IValue>());
@@ -259,6 +220,7 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
         placement.mark_leaf();
       }
       if (!step.needed) {
+        order.followed(0);
         if (user_code) baseline.restore();
         continue;
       }
@@ -270,8 +232,9 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
 
     const auto edges = shape_.edges_of(step);
     if (outputs.empty()) placement.mark_leaf();
-    if (C10_UNLIKELY(outputs.size() < edges.size())) starved.followed(k, outputs.size());
-    for (size_t i = 0; i < std::min(outputs.size(), edges.size()); ++i) {
+    const size_t count = std::min(outputs.size(), edges.size());
+    order.followed(count);
+    for (size_t i = 0; i < count; ++i) {
       if (edges[i].step == kNoStep || !outputs[i].defined()) continue;
       buffers.add(edges[i], std::move(outputs[i]), placement, *call.nodes[edges[i].step]);
     }
@@ -282,7 +245,8 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
     }
   }
   call.frame.current_node = nullptr;
-  starved.check_end();
+  call.frame.order = nullptr;
+  order.check_end();
 }
 
 void append_keys(const GraphShape& shape, cache::Path& path) {

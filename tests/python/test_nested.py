@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -330,3 +331,44 @@ def test_backward_in_a_callback_follows_the_setting_of_its_call(depth: int) -> N
         finally:
             retrograd.set_default(None)
         assert calls[path] == sum(calls.values()) == depth + 2, (path, calls)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_order_of_ties_among_leaves_with_outer_nodes_waiting(seed: int) -> None:
+    """Leaves that are ready at once come in the order that the heap has with the outer calls' nodes on it."""
+
+    def program(rec: Recorder) -> None:
+        def graph(tag: str, depth: int, seed: int) -> Tensor:
+            choose = random.Random(seed)
+            leaves = [leaf(1) for _ in range(choose.randint(2, 9))]
+            for i, x in enumerate(leaves):
+                x.register_hook(lambda _, i=i: rec.say(tag, i))
+            pieces = [
+                torch.cat([choose.choice(leaves) for _ in range(choose.randint(1, 8))]).sum()
+                for _ in range(choose.randint(1, 4))
+            ]
+            total = sum(pieces)
+            if tag != "outer" and seed % 4 == 0:  # what is left of the call stays on the heap
+                choose.choice(pieces).register_hook(fail)
+            if depth > 0:
+                for outer in choose.sample(pieces, min(len(pieces), 2)) + choose.sample(leaves, 1):
+                    outer.register_hook(nested(tag + ">", depth - 1, choose.randint(0, 10**6)))
+            return total
+
+        def nested(tag: str, depth: int, seed: int) -> Callable[[Tensor], None]:
+            def hook(_: Tensor) -> None:
+                with torch.enable_grad():
+                    y = graph(tag, depth, seed)
+                try:
+                    y.backward()
+                except LookupError:
+                    rec.say(tag, "failed")
+
+            return hook
+
+        def fail(_: Tensor) -> None:
+            raise LookupError("in a nested call")
+
+        graph("outer", 2, seed).backward()
+
+    compare(program)

@@ -1,0 +1,126 @@
+#include "engine/order.h"
+
+#include <algorithm>
+
+#include <c10/util/Exception.h>
+
+namespace retrograd {
+namespace {
+
+// The stock engine's comparison of tasks: the one that is "less" comes later.
+bool comes_later(const ReadyHeap::Task& a, const ReadyHeap::Task& b) {
+  return a.depth == b.depth ? a.sequence_nr < b.sequence_nr : a.depth < b.depth;
+}
+
+void starve(std::span<const EdgeShape> edges, std::vector<bool>& starved) {
+  for (const EdgeShape& edge : edges) {
+    if (edge.step != kNoStep) starved[edge.step] = true;
+  }
+}
+
+}  // namespace
+
+void ReadyHeap::push(const Task& task) {
+  tasks_.push_back(task);
+  std::push_heap(tasks_.begin(), tasks_.end(), comes_later);
+}
+
+ReadyHeap::Task ReadyHeap::pop() {
+  std::pop_heap(tasks_.begin(), tasks_.end(), comes_later);
+  const Task task = tasks_.back();
+  tasks_.pop_back();
+  return task;
+}
+
+Order::Order(const GraphShape& shape, std::span<Node* const> nodes, uint64_t depth, ReadyHeap& heap)
+    : shape_(shape), nodes_(nodes), depth_(depth), heap_(heap) {
+  if (!heap.empty()) go_live();
+}
+
+uint32_t Order::next() {
+  if (C10_UNLIKELY(live_)) return current_ = next_on_heap();
+  while (done_ < shape_.steps.size() && !starved_.empty() && starved_[done_]) {
+    starve(shape_.edges_of(shape_.steps[done_++]), starved_);  // it passes nothing on either
+  }
+  return current_ = done_ < shape_.steps.size() ? done_++ : kNoStep;
+}
+
+void Order::followed(size_t count) {
+  const auto edges = shape_.edges_of(shape_.steps[current_]);
+  if (C10_UNLIKELY(count < edges.size())) {
+    // A node that is captured but not needed follows no edge, and none leads to a step because of it alone.
+    if (!shape_.steps[current_].needed) return;
+    cut_.emplace_back(current_, count);
+    starved_.resize(shape_.steps.size(), false);
+    starve(edges.subspan(count), starved_);
+  }
+  if (C10_LIKELY(!live_)) return;
+  for (const EdgeShape& edge : edges.first(count)) {
+    if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
+  }
+}
+
+void Order::go_live() {
+  if (live_) return;
+  live_ = true;
+  call_ = heap_.new_call();
+  waiting_for_.assign(shape_.steps.size(), 0);
+  for (const StepShape& step : shape_.steps) {
+    if (!step.needed) continue;
+    for (const EdgeShape& edge : shape_.edges_of(step)) {
+      if (edge.step != kNoStep) ++waiting_for_[edge.step];
+    }
+  }
+  // Does on the heap what was done so far without it. The steps come off it in the order in which they ran: that is
+  // how the schedule's order was found.
+  make_ready(0);
+  if (current_ == kNoStep) return;
+  for (uint32_t step = next_on_heap(); step != current_; step = next_on_heap()) {
+    TORCH_INTERNAL_ASSERT(step != kNoStep, "retrograd: a schedule's order is not its heap's order");
+    for (const EdgeShape& edge : followed_edges(step)) {
+      if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
+    }
+  }
+}
+
+void Order::check_end() const {
+  if (C10_LIKELY(starved_.empty())) return;
+  std::vector<bool> starved = starved_;
+  for (uint32_t step = 0; step < shape_.steps.size(); ++step) {  // edges lead to later steps only
+    if (starved[step]) starve(shape_.edges_of(shape_.steps[step]), starved);
+  }
+  for (uint32_t step = 0; step < shape_.steps.size(); ++step) {
+    if (starved[step]) continue;
+    for (const EdgeShape& edge : followed_edges(step)) {
+      TORCH_CHECK(edge.step == kNoStep || !starved[edge.step], "could not compute gradients for some functions");
+    }
+  }
+}
+
+std::span<const EdgeShape> Order::followed_edges(uint32_t step) const {
+  const StepShape& shape = shape_.steps[step];
+  const auto edges = shape_.edges_of(shape);
+  if (!shape.needed) return {};
+  for (const auto& [cut_step, count] : cut_) {
+    if (cut_step == step) return edges.first(count);
+  }
+  return edges;
+}
+
+void Order::make_ready(uint32_t step) {
+  heap_.push({depth_, nodes_[step]->sequence_nr(), call_, step});
+  ++ready_;
+}
+
+uint32_t Order::next_on_heap() {
+  while (ready_ > 0) {
+    const ReadyHeap::Task task = heap_.pop();
+    // Tasks of deeper calls that ended in an error stay on the heap; the stock engine skips them in the same way.
+    if (task.call != call_) continue;
+    --ready_;
+    return task.step;
+  }
+  return kNoStep;
+}
+
+}  // namespace retrograd
