@@ -37,24 +37,24 @@ Order::Order(const GraphShape& shape, std::span<Node* const> nodes, uint64_t dep
   if (!heap.empty()) go_live();
 }
 
-uint32_t Order::next() {
-  if (C10_UNLIKELY(live_)) return current_ = next_on_heap();
-  while (done_ < shape_.steps.size() && !starved_.empty() && starved_[done_]) {
+uint32_t Order::next_in_rare_cases() {
+  if (live_) return next_on_heap();
+  while (done_ < shape_.steps.size() && starved_[done_]) {
     starve(shape_.edges_of(shape_.steps[done_++]), starved_);  // it passes nothing on either
   }
-  return current_ = done_ < shape_.steps.size() ? done_++ : kNoStep;
+  return done_ < shape_.steps.size() ? done_++ : kNoStep;
 }
 
-void Order::followed(size_t count) {
+void Order::followed_in_rare_cases(size_t count) {
   const auto edges = shape_.edges_of(shape_.steps[current_]);
-  if (C10_UNLIKELY(count < edges.size())) {
+  if (count < edges.size()) {
     // A node that is captured but not needed follows no edge, and none leads to a step because of it alone.
     if (!shape_.steps[current_].needed) return;
     cut_.emplace_back(current_, count);
     starved_.resize(shape_.steps.size(), false);
     starve(edges.subspan(count), starved_);
   }
-  if (C10_LIKELY(!live_)) return;
+  if (!live_) return;
   for (const EdgeShape& edge : edges.first(count)) {
     if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
   }

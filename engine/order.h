@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include <c10/macros/Macros.h>
+
 #include "engine/walk.h"
 
 namespace retrograd {
@@ -53,11 +55,17 @@ class Order {
 
   // The step to run next, or kNoStep when all that can run have run. A step that a post-hook left without one of its
   // gradients never comes.
-  uint32_t next();
+  uint32_t next() {
+    if (C10_LIKELY(!live_ && starved_.empty())) return current_ = done_ < shape_.steps.size() ? done_++ : kNoStep;
+    return current_ = next_in_rare_cases();
+  }
 
   // The step that next() gave last has sent something along its first `count` edges (all, or fewer if a post-hook
   // returned fewer gradients; none if the node itself did not run).
-  void followed(size_t count);
+  void followed(size_t count) {
+    if (C10_LIKELY(!live_ && count == shape_.steps[current_].num_edges)) return;
+    followed_in_rare_cases(count);
+  }
 
   // Goes over to the heap. Called while the step that next() gave last is running; may be called again.
   void go_live();
@@ -66,6 +74,8 @@ class Order {
   void check_end() const;
 
  private:
+  uint32_t next_in_rare_cases();
+  void followed_in_rare_cases(size_t count);
   std::span<const EdgeShape> followed_edges(uint32_t step) const;
   void make_ready(uint32_t step);
   uint32_t next_on_heap();
