@@ -4,7 +4,6 @@
 // for the others. Both belong to one run of one schedule.
 #pragma once
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 

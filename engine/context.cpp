@@ -1,6 +1,7 @@
 #include "engine/context.h"
 
 #include <atomic>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -20,13 +21,19 @@ using at::impl::ThreadLocalPythonObjects;
 
 // Names under which a carried setting is found. Only the names are used; the objects are null, so that no Python is
 // needed, and none is left to let go of when a thread ends.
-const std::string kCarriedDisabled = "retrograd: disabled";
-const std::string kCarriedSchedule = "retrograd: schedule";
+// Never destroyed: threads may run backward while static destructors run.
+const std::string& carried_name(bool enabled) {
+  struct Names {
+    std::string disabled = "retrograd: disabled", schedule = "retrograd: schedule";
+  };
+  static const auto* const names = std::make_unique<const Names>().release();
+  return enabled ? names->schedule : names->disabled;
+}
 
 std::optional<Setting> carried_setting() {
   if (torch::autograd::get_current_graph_task_id() < 0) return std::nullopt;  // not working for a backward call
-  if (ThreadLocalPythonObjects::contains(kCarriedDisabled)) return Setting{Setting::Mode::kDisabled, Options{}};
-  if (ThreadLocalPythonObjects::contains(kCarriedSchedule)) return Setting{Setting::Mode::kEnabled, Options{}};
+  if (ThreadLocalPythonObjects::contains(carried_name(false))) return Setting{Setting::Mode::kDisabled, Options{}};
+  if (ThreadLocalPythonObjects::contains(carried_name(true))) return Setting{Setting::Mode::kEnabled, Options{}};
   return std::nullopt;
 }
 
@@ -48,8 +55,8 @@ SettingCarrier::SettingCarrier() {
   if (own.mode == Setting::Mode::kInherit) return;
   const bool enabled = own.mode == Setting::Mode::kEnabled;
   outer_ = ThreadLocalPythonObjects::get_state();
-  ThreadLocalPythonObjects::erase(enabled ? kCarriedDisabled : kCarriedSchedule);
-  ThreadLocalPythonObjects::set(enabled ? kCarriedSchedule : kCarriedDisabled, nullptr);
+  ThreadLocalPythonObjects::erase(carried_name(!enabled));
+  ThreadLocalPythonObjects::set(carried_name(enabled), nullptr);
 }
 
 SettingCarrier::~SettingCarrier() {

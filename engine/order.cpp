@@ -54,10 +54,7 @@ void Order::followed_in_rare_cases(size_t count) {
     starved_.resize(shape_.steps.size(), false);
     starve(edges.subspan(count), starved_);
   }
-  if (!live_) return;
-  for (const EdgeShape& edge : edges.first(count)) {
-    if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
-  }
+  if (live_) follow(edges.first(count));
 }
 
 void Order::go_live() {
@@ -77,9 +74,7 @@ void Order::go_live() {
   if (current_ == kNoStep) return;
   for (uint32_t step = next_on_heap(); step != current_; step = next_on_heap()) {
     TORCH_INTERNAL_ASSERT(step != kNoStep, "retrograd: a schedule's order is not its heap's order");
-    for (const EdgeShape& edge : followed_edges(step)) {
-      if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
-    }
+    follow(followed_edges(step));
   }
 }
 
@@ -110,6 +105,12 @@ std::span<const EdgeShape> Order::followed_edges(uint32_t step) const {
 void Order::make_ready(uint32_t step) {
   heap_.push({depth_, nodes_[step]->sequence_nr(), call_, step});
   ++ready_;
+}
+
+void Order::follow(std::span<const EdgeShape> edges) {
+  for (const EdgeShape& edge : edges) {
+    if (edge.step != kNoStep && --waiting_for_[edge.step] == 0) make_ready(edge.step);
+  }
 }
 
 uint32_t Order::next_on_heap() {

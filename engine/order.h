@@ -78,6 +78,7 @@ class Order {
   void followed_in_rare_cases(size_t count);
   std::span<const EdgeShape> followed_edges(uint32_t step) const;
   void make_ready(uint32_t step);
+  void follow(std::span<const EdgeShape> edges);  // on the heap
   uint32_t next_on_heap();
 
   const GraphShape& shape_;

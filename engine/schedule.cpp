@@ -113,6 +113,22 @@ variable_list call_node(Node& fn, variable_list inputs, bool keep_graph) {
   return outputs;
 }
 
+// Lets nested calls see the call's order, exactly as long as there is one: when a step throws, gradients that waited
+// are dropped after it is gone, and a finalizer of theirs may call backward.
+class StepsRunning {
+ public:
+  StepsRunning(CallFrame& frame, Order& order) : frame_(frame) { frame.order = &order; }
+  ~StepsRunning() {
+    frame_.order = nullptr;
+    frame_.current_node = nullptr;
+  }
+  StepsRunning(const StepsRunning&) = delete;
+  StepsRunning& operator=(const StepsRunning&) = delete;
+
+ private:
+  CallFrame& frame_;
+};
+
 }  // namespace
 
 Schedule::Schedule(GraphShape shape) : shape_(std::move(shape)) {
@@ -198,7 +214,7 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
   bool described = call.describe_at_start;
   if (described) call.describe_task();
   Order order(shape_, call.nodes, call.frame.depth, *call.frame.heap);
-  call.frame.order = &order;
+  const StepsRunning running(call.frame, order);
   for (uint32_t k = order.next(); k != kNoStep; k = order.next()) {
     const StepShape& step = shape_.steps[k];
     Node& fn = *call.nodes[k];
@@ -244,8 +260,6 @@ void Schedule::run_steps(const ScheduleRun& call, Buffers& buffers) const {
       baseline.restore_if_changed();
     }
   }
-  call.frame.current_node = nullptr;
-  call.frame.order = nullptr;
   order.check_end();
 }
 

@@ -110,6 +110,7 @@ def compare(name: str, make_loss: Callable[[], Tensor], rounds: int) -> Row:
 def installed_not_enabled(rounds: int) -> Row:
     make_loss = mlp(10, 64, 8)
     absent, installed = [], []
+    retrograd.reset_stats()
     for _ in range(rounds):
         loss = make_loss()
         retrograd.uninstall()
@@ -117,6 +118,9 @@ def installed_not_enabled(rounds: int) -> Row:
         loss = make_loss()
         retrograd.install()
         installed.append(timed(loss))
+    counted = retrograd.stats()
+    assert counted["previous_reasons"]["not_enabled"] == rounds, counted  # those with retrograd; absent, it sees none
+    assert counted["calls"]["schedule"] == 0, counted
     return Row("mlp10x64, installed but not enabled", statistics.median(absent), statistics.median(installed))
 
 

@@ -55,7 +55,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _watch_saved_tensor_hooks() -> None:
-    """SavedTensor.register_hooks bypasses the engine, which must know that such hooks exist (see FACTS: GIL)."""
+    """SavedTensor.register_hooks bypasses the engine, which must know that such hooks exist (engine/gated_hooks.h)."""
     saved_tensor = torch._C._autograd.SavedTensor
     register_hooks = saved_tensor.register_hooks
 

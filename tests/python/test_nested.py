@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -370,5 +371,34 @@ def test_order_of_ties_among_leaves_with_outer_nodes_waiting(seed: int) -> None:
             raise LookupError("in a nested call")
 
         graph("outer", 2, seed).backward()
+
+    compare(program)
+
+
+def test_backward_in_a_finalizer_while_an_error_drops_waiting_gradients() -> None:
+    def program(rec: Recorder) -> None:
+        def finalizer() -> None:
+            with torch.enable_grad():
+                (leaf(1) * 3).sum().backward()
+            rec.say("finalized")
+
+        def with_finalizer(grads: tuple[Tensor], _: tuple[Tensor]) -> tuple[Tensor]:
+            fresh = grads[0].clone()
+            weakref.finalize(fresh, finalizer)
+            return (fresh,)
+
+        def fail(_: Tensor) -> None:
+            raise LookupError("while a gradient waits")
+
+        x = leaf(3)
+        y = x * 2
+        early = y.sin()
+        late = y.cos()
+        late.grad_fn.register_hook(with_finalizer)  # its gradient waits for that of `early`, which never comes
+        early.register_hook(fail)
+        with rec.catch():
+            (early + late).sum().backward()
+        rec.say("after")
+        rec.grads(x)
 
     compare(program)

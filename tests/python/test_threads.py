@@ -64,21 +64,28 @@ def test_separate_models() -> None:
         assert describe(digest) == describe(want[index % 2])
 
 
+def expect_exact_sums(backward: Callable[[], None], *leaves: Tensor) -> None:
+    """Runs `backward` CALLS times in each thread; the leaves' sums are exact, as their gradients are integers."""
+
+    def work(index: int) -> None:
+        for _ in range(CALLS):
+            backward()
+
+    backward()
+    once = [leaf_.grad for leaf_ in leaves]
+    for leaf_ in leaves:
+        leaf_.grad = None
+    in_threads(work, THREADS * CALLS)
+    for leaf_, single in zip(leaves, once, strict=True):
+        assert leaf_.grad is not None and single is not None
+        assert torch.equal(leaf_.grad, single * THREADS * CALLS)
+
+
 def test_one_shared_model() -> None:
     w, b = integers(3, 4).requires_grad_(), integers(4, seed=1).requires_grad_()
     x = integers(2, 3, seed=2)
 
-    def work(index: int) -> None:
-        for _ in range(CALLS):
-            (x @ w + b).sum().backward()
-
-    (x @ w + b).sum().backward()
-    once = [w.grad, b.grad]
-    w.grad = b.grad = None
-    in_threads(work, THREADS * CALLS)
-    for leaf_, single in zip((w, b), once, strict=True):
-        assert leaf_.grad is not None and single is not None
-        assert torch.equal(leaf_.grad, single * THREADS * CALLS)
+    expect_exact_sums(lambda: (x @ w + b).sum().backward(), w, b)
 
 
 def test_one_shared_retained_graph() -> None:
@@ -86,17 +93,7 @@ def test_one_shared_retained_graph() -> None:
     y = a * b
     loss = (y[0] * 2 + y.sum(0)).sum() + torch.cat([a, y]).sum()
 
-    def work(index: int) -> None:
-        for _ in range(CALLS):
-            loss.backward(retain_graph=True)
-
-    loss.backward(retain_graph=True)
-    once = [a.grad, b.grad]
-    a.grad = b.grad = None
-    in_threads(work, THREADS * CALLS)
-    for leaf_, single in zip((a, b), once, strict=True):
-        assert leaf_.grad is not None and single is not None
-        assert torch.equal(leaf_.grad, single * THREADS * CALLS)
+    expect_exact_sums(lambda: loss.backward(retain_graph=True), a, b)
 
 
 def test_grad_of_one_shared_retained_graph() -> None:
