@@ -1,17 +1,25 @@
 // The extension module retrograd._C. The Python package in bindings/retrograd gives it its user's form.
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
 
+#include "bindings/callable_backend.h"
+#include "bindings/capture.h"
+#include "bindings/compilers.h"
+#include "bindings/py_ref.h"
 #include "bindings/python_engine.h"
 #include "engine/context.h"
 #include "engine/engine.h"
 #include "engine/gated_hooks.h"
+#include "engine/plan_cache.h"
 #include "retrograd/retrograd.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using retrograd::bindings::Compiler;
 using retrograd::detail::Setting;
 
 const retrograd::PythonGate kGate{
@@ -20,16 +28,81 @@ const retrograd::PythonGate kGate{
         [](void* state) { std::unique_ptr<py::gil_scoped_acquire>(static_cast<py::gil_scoped_acquire*>(state)); },
 };
 
-// What this thread's open enable() and disable() blocks have to put back. Kept here, not in the Python objects, so that
-// one object may be used by several threads.
-std::vector<Setting>& entered_settings() {
-  thread_local std::vector<Setting> settings;
+// A setting with what it names kept alive.
+struct HeldSetting {
+  Setting setting;
+  std::shared_ptr<Compiler> compiler;
+};
+
+// What this thread's setting names, and what its open enable() and disable() blocks have to put back. Kept here, not in
+// the Python objects, so that one object may be used by several threads.
+struct ThreadSettings {
+  std::shared_ptr<Compiler> compiler;
+  std::vector<HeldSetting> outer;
+};
+ThreadSettings& thread_settings() {
+  thread_local ThreadSettings settings;
   return settings;
 }
 
-// A setting as Python names it: (mode, backend).
-Setting unpack(std::pair<int, int> p) {
-  return {static_cast<Setting::Mode>(p.first), retrograd::Options().backend(static_cast<retrograd::Backend>(p.second))};
+// A setting as Python names it: mode, backend, compiler or None, dynamic.
+using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool>;
+
+retrograd::Options options_of(int backend, const std::shared_ptr<Compiler>& compiler, bool dynamic) {
+  return retrograd::Options()
+      .backend(static_cast<retrograd::Backend>(backend))
+      .compiler(compiler != nullptr ? compiler->number : 0, dynamic);
+}
+
+void set_setting(PythonSetting s) {
+  auto& [mode, backend, compiler, dynamic] = s;
+  retrograd::thread_context().setting = {static_cast<Setting::Mode>(mode), options_of(backend, compiler, dynamic)};
+  thread_settings().compiler.swap(compiler);
+}
+
+PythonSetting as_python(const Setting& setting) {
+  return {static_cast<int>(setting.mode), static_cast<int>(setting.options.backend()),
+          retrograd::bindings::find_compiler(setting.options.compiler()), setting.options.dynamic()};
+}
+
+void enter_setting(PythonSetting setting) {
+  ThreadSettings& mine = thread_settings();
+  mine.outer.push_back({retrograd::thread_context().setting, mine.compiler});
+  set_setting(std::move(setting));
+}
+
+void leave_setting() {
+  ThreadSettings& mine = thread_settings();
+  if (mine.outer.empty()) {
+    throw std::runtime_error(
+        "a retrograd.enable() or disable() block was left on a thread that did not enter it; enter and leave it on "
+        "the same thread.");
+  }
+  HeldSetting outer = std::move(mine.outer.back());
+  mine.outer.pop_back();
+  retrograd::thread_context().setting = outer.setting;
+  mine.compiler.swap(outer.compiler);
+}
+
+void set_default(std::optional<std::tuple<int, std::shared_ptr<Compiler>, bool>> choice) {
+  // Under the GIL. Never destroyed: threads may run backward while static destructors run.
+  static auto* const held = std::make_unique<std::shared_ptr<Compiler>>().release();
+  if (!choice) {
+    retrograd::set_default(std::nullopt);
+    held->reset();
+    return;
+  }
+  auto& [backend, compiler, dynamic] = *choice;
+  retrograd::set_default(options_of(backend, compiler, dynamic));
+  held->swap(compiler);  // the former one goes after no thread takes it any more
+}
+
+// The front end's flags of this thread, by name.
+template <auto kFlag>
+void def_flag(py::module_& m, const char* name) {
+  using Value = std::remove_reference_t<decltype(retrograd::thread_context().flags.*kFlag)>;
+  m.def((std::string("get_") + name).c_str(), [] { return retrograd::thread_context().flags.*kFlag; });
+  m.def((std::string("set_") + name).c_str(), [](Value value) { retrograd::thread_context().flags.*kFlag = value; });
 }
 
 py::dict stats() {
@@ -38,13 +111,40 @@ py::dict stats() {
   for (size_t i = 0; i < s.previous_calls.size(); ++i) {
     reasons[py::str(std::string(retrograd::name(static_cast<retrograd::PreviousReason>(i))))] = s.previous_calls[i];
   }
+  py::dict fallbacks;
+  for (size_t i = 0; i < s.callable_fallbacks.size(); ++i) {
+    fallbacks[py::str(std::string(retrograd::name(static_cast<retrograd::ScheduleReason>(i))))] =
+        s.callable_fallbacks[i];
+  }
   using namespace py::literals;
   return py::dict(
-      "calls"_a = py::dict("schedule"_a = s.schedule_calls, "previous"_a = s.previous_total()),
-      "previous_reasons"_a = reasons, "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls,
-      "max_depth"_a = s.max_depth,
+      "calls"_a =
+          py::dict("schedule"_a = s.schedule_calls, "callable"_a = s.callable_calls, "previous"_a = s.previous_total()),
+      "previous_reasons"_a = reasons, "callable_fallbacks"_a = fallbacks, "captures"_a = s.captures, "hits"_a = s.hits,
+      "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
       "seconds"_a = py::dict("walk"_a = s.walk_seconds, "lookup"_a = s.lookup_seconds, "run"_a = s.run_seconds),
       "cache"_a = py::dict("leaves"_a = s.cache_leaves, "nodes"_a = s.cache_nodes, "evictions"_a = s.cache_evictions));
+}
+
+// call_cpp_tensor_pre_hooks(index, gradient), as a plain function that says it is torch's module's: captured graphs
+// name it, and Dynamo judges functions by their module.
+void add_call_cpp_tensor_pre_hooks(py::module_& m) {
+  static PyMethodDef definition{"call_cpp_tensor_pre_hooks",
+                                [](PyObject*, PyObject* args) -> PyObject* {
+                                  HANDLE_TH_ERRORS
+                                  Py_ssize_t index = -1;
+                                  PyObject* gradient = nullptr;
+                                  if (!PyArg_ParseTuple(args, "nO", &index, &gradient)) return nullptr;
+                                  TORCH_CHECK_INDEX(index >= 0, "there is no C++ tensor hook ", index, ".");
+                                  TORCH_CHECK_TYPE(THPVariable_Check(gradient), "a C++ tensor hook takes a tensor.");
+                                  return THPVariable_Wrap(retrograd::bindings::call_cpp_tensor_pre_hook(
+                                      static_cast<size_t>(index), THPVariable_Unpack(gradient)));
+                                  END_HANDLE_TH_ERRORS
+                                },
+                                METH_VARARGS, "call_cpp_tensor_pre_hooks(index, gradient) -> gradient"};
+  const py::str module("torch._C._dynamo.autograd_compiler");
+  m.attr("call_cpp_tensor_pre_hooks") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, module.ptr()));
 }
 
 py::object current_autograd_node() {
@@ -62,33 +162,50 @@ PYBIND11_MODULE(_C, m) {
   m.def("install", &retrograd::install, py::call_guard<py::gil_scoped_release>());
   m.def("uninstall", &retrograd::uninstall, py::call_guard<py::gil_scoped_release>());
   m.def("is_installed", &retrograd::is_installed);
-  m.def("enter_setting", [](std::pair<int, int> setting) {
-    auto& current = retrograd::thread_context().setting;
-    entered_settings().push_back(current);
-    current = unpack(setting);
+  py::class_<Compiler, std::shared_ptr<Compiler>>(m, "Compiler")
+      .def_property_readonly("number", [](const Compiler& c) { return c.number; })
+      .def_property_readonly("factory",
+                             [](const Compiler& c) { return py::reinterpret_borrow<py::object>(c.factory.get()); });
+  m.def("intern_compiler", &retrograd::bindings::intern_compiler);
+  m.def("find_compiler", &retrograd::bindings::find_compiler);
+
+  m.def("enter_setting", &enter_setting);
+  m.def("leave_setting", &leave_setting);
+  m.def("set_setting", &set_setting);
+  m.def("setting_in_force", [] { return as_python(retrograd::thread_context().in_force()); });
+  m.def("own_setting", [] { return as_python(retrograd::thread_context().setting); });
+  m.def("set_default", &set_default);
+  using retrograd::FrontEndFlags;
+  def_flag<&FrontEndFlags::depth>(m, "depth");
+  def_flag<&FrontEndFlags::in_region>(m, "in_region");
+  def_flag<&FrontEndFlags::active_disable>(m, "active_disable");
+  def_flag<&FrontEndFlags::force_eager>(m, "force_eager");
+  def_flag<&FrontEndFlags::verbose_logger>(m, "verbose_logger");
+  m.def("logger_number", &retrograd::bindings::logger_number);
+  m.def("cache_is_empty", [] { return retrograd::plan_trie().is_empty(); }, py::call_guard<py::gil_scoped_release>());
+  m.def("restore_validate_outputs", [] {
+    py::gil_scoped_release no_gil;
+    const retrograd::bindings::CaptureLock lock;
+    const py::gil_scoped_acquire gil;
+    retrograd::bindings::restore_validate_outputs();
   });
-  m.def("leave_setting", [] {
-    auto& outer = entered_settings();
-    if (outer.empty()) {
-      throw std::runtime_error(
-          "a retrograd.enable() or disable() block was left on a thread that did not enter it; enter and leave it on "
-          "the same thread.");
-    }
-    retrograd::thread_context().setting = outer.back();
-    outer.pop_back();
-  });
-  m.def("set_default", [](std::optional<int> backend) {
-    retrograd::set_default(backend
-                               ? std::optional(retrograd::Options().backend(static_cast<retrograd::Backend>(*backend)))
-                               : std::nullopt);
-  });
+  add_call_cpp_tensor_pre_hooks(m);
+  retrograd::bindings::set_up_callable_backend();
+
   m.def("stats", &stats);
   m.def("reset_stats", &retrograd::reset_stats, py::call_guard<py::gil_scoped_release>());
-  m.def("cache_clear", &retrograd::cache_clear, py::call_guard<py::gil_scoped_release>());
+  m.def("cache_clear", [] {
+    {
+      const py::gil_scoped_release no_gil;
+      retrograd::cache_clear();
+    }
+    retrograd::bindings::drop_deferred();
+  });
   m.def("current_autograd_node", &current_autograd_node);
   m.def("note_ungated_hooks", &retrograd::note_ungated_hooks);
   m.def("set_stock_compiled_autograd_active", &retrograd::set_stock_compiled_autograd_active);
 
+  m.attr("MODE_INHERIT") = static_cast<int>(Setting::Mode::kInherit);
   m.attr("MODE_DISABLED") = static_cast<int>(Setting::Mode::kDisabled);
   m.attr("MODE_ENABLED") = static_cast<int>(Setting::Mode::kEnabled);
   m.attr("BACKEND_SCHEDULE") = static_cast<int>(retrograd::Backend::kSchedule);

@@ -295,6 +295,28 @@ std::vector<std::shared_ptr<Leaf>> Trie::evict_excess() noexcept {
   return evicted;
 }
 
+Trie::Miss Trie::first_miss(const Path& path) const {
+  MutexLock lock(mutex_);  // no writer: nodes stay where they are, and the map may be iterated
+  Miss miss;
+  const Node* node = &index_->root;
+  while (miss.depth < path.size()) {
+    const Node* const child = index_->child(Edge::along(node, path[miss.depth]));
+    if (child == nullptr) {
+      break;
+    }
+    node = child;
+    ++miss.depth;
+  }
+  if (miss.depth < path.size()) {
+    for (const auto& [edge, child] : index_->edges) {
+      if (edge.parent == node && !edge.is_end) {
+        miss.siblings.push_back(child->key);
+      }
+    }
+  }
+  return miss;
+}
+
 void Trie::clear() {
   std::vector<Use> dropped;  // outlives the lock, as above
   MutexLock lock(mutex_);

@@ -106,6 +106,14 @@ class Trie {
   // Changes with every clear(): what a caller kept from an earlier generation is out of the trie.
   uint64_t generation() const noexcept { return generation_.load(std::memory_order_relaxed); }
 
+  // For a caller that explains a miss: how many of the path's keys are there one after the other, and the keys that
+  // stand where the next one is missing. Slow: looks at every node.
+  struct Miss {
+    size_t depth = 0;  // path.size(): all are there, whether there is a leaf or not
+    std::vector<std::vector<std::byte>> siblings;
+  };
+  Miss first_miss(const Path& path) const RETROGRAD_EXCLUDES(mutex_);
+
   void clear() RETROGRAD_EXCLUDES(mutex_);
   bool is_empty() const RETROGRAD_EXCLUDES(mutex_);
   Stats stats() const RETROGRAD_EXCLUDES(mutex_);

@@ -1,7 +1,9 @@
 #include "engine/collect.h"
 
 #include <algorithm>
+#include <mutex>
 #include <string_view>
+#include <thread>
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -23,6 +25,34 @@ struct KeySizeAccess {
 };
 size_t key_size(const CompiledNodeArgs& args);
 template struct KeySizeAccess<&CompiledNodeArgs::_specialization_key_size>;
+
+// The lock under which AccumulateGrad::apply() reads and writes .grad; compiled_args() reads it without.
+template <auto kMutex>
+struct NodeMutexAccess {
+  friend std::mutex& node_mutex(Node& node) { return node.*kMutex; }
+};
+std::mutex& node_mutex(Node& node);
+template struct NodeMutexAccess<&Node::mutex_>;
+
+void append_key(const Node& node, const CompiledNodeArgs& args, cache::Path& path) {
+  path.begin_key();
+  path.put(reinterpret_cast<uintptr_t>(&typeid(node)));
+  path.put_bytes(std::as_bytes(std::span(args.key().key, key_size(args))));
+  path.end_key();
+}
+
+bool may_look_at_grad(AccumulateGrad& leaf) {
+  return leaf.tensor_post_acc_grad_hooks() != nullptr || !leaf.post_hooks().empty();
+}
+
+// What AccumulateGrad::compiled_args() says of a leaf that has no .grad and no hooks.
+void collect_handed(const AccumulateGrad& leaf, CompiledNodeArgs& args) {
+  if (args.cond(leaf.variable.defined() && leaf.variable.requires_grad())) {
+    args.collect(leaf.variable);
+    args.collect(at::Tensor());
+  }
+  args.collect(c10::GradMode::is_enabled());
+}
 
 template <class Hooks>
 bool any_python_hook(const Hooks& hooks) {
@@ -64,13 +94,69 @@ std::unique_ptr<Collected> collect(std::span<Node* const> nodes, bool accumulate
     if (typeid(*node) != typeid(AccumulateGrad)) node->compiled_args(args);
     args.collect(node->next_edges());
 
-    cache::Path& path = collected->path;
-    path.begin_key();
-    path.put(reinterpret_cast<uintptr_t>(&typeid(*node)));
-    path.put_bytes(std::as_bytes(std::span(args.key().key, key_size(args))));
-    path.end_key();
+    append_key(*node, args, collected->path);
   }
   return collected;
+}
+
+namespace {
+
+// Null when another thread holds the lock of a leaf's .grad at this moment.
+std::unique_ptr<Collected> try_collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
+                                                   const edge_list& outputs, Collected::DynType default_type,
+                                                   bool track_origins, bool hand_over,
+                                                   std::vector<HandedLeaf>& handed) {
+  handed.clear();
+  auto collected = std::make_unique<Collected>(default_type);
+  auto& call = collected->call;
+  // Paths of schedules are in the same trie; their keys are never this short.
+  collected->path.begin_key();
+  collected->path.put(uint8_t{0});
+  collected->path.end_key();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    call.node_calls.lookup(outputs[i].function).mark_output(static_cast<int>(outputs[i].input_nr), static_cast<int>(i));
+  }
+  const PythonGateLock lock(reaches_python(nodes));
+  for (size_t k = 0; k < nodes.size(); ++k) {
+    Node& node = *nodes[k];
+    NodeCall& node_call = call.node_calls.lookup(node.getptr());
+    node_call.needed = needed[k];
+    if (track_origins) call.set_active_node_call_idx(k);
+    CompiledNodeArgs args(call, node_call);
+    args.collect(node_call);
+    if (args.cond(node_call.needed)) {
+      if (typeid(node) != typeid(AccumulateGrad)) {
+        node.compiled_args(args);
+      } else if (auto& leaf = static_cast<AccumulateGrad&>(node); !hand_over || may_look_at_grad(leaf)) {
+        // Not waited for: its holder may be in a post-accumulate-grad hook that waits for the GIL, which is held here.
+        const std::unique_lock grad_lock(node_mutex(node), std::try_to_lock);
+        if (!grad_lock.owns_lock()) return nullptr;
+        node.compiled_args(args);
+      } else {
+        collect_handed(leaf, args);
+        if (leaf.variable.defined() && leaf.variable.requires_grad()) {
+          handed.push_back({&leaf, call.tensor_args.lookup(leaf.variable).index()});
+        }
+      }
+      args.collect(node.next_edges());
+    }
+    append_key(node, args, collected->path);
+  }
+  return collected;
+}
+
+}  // namespace
+
+std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
+                                               const edge_list& outputs, Collected::DynType default_type,
+                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed) {
+  for (;;) {
+    if (auto collected =
+            try_collect_for_capture(nodes, needed, outputs, default_type, track_origins, hand_over, handed)) {
+      return collected;
+    }
+    std::this_thread::yield();  // holding nothing
+  }
 }
 
 }  // namespace retrograd

@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "cache/path.h"
@@ -16,8 +17,11 @@
 namespace retrograd {
 
 struct Collected {
+  using DynType = torch::dynamo::autograd::SizeInput::DynType;
+  explicit Collected(DynType default_type = DynType::STATIC) : call(default_type) {}
+
   // Inputs, in libtorch's own form: tensor_args.inputs, all_size_inputs, lifted_ivalue_args, hooks, ...
-  torch::dynamo::autograd::AutogradCompilerCall call{torch::dynamo::autograd::SizeInput::STATIC};
+  torch::dynamo::autograd::AutogradCompilerCall call;
   cache::Path path;  // one key for each collected node, in the order given
 };
 
@@ -29,6 +33,25 @@ struct Collected {
 // hold it. Throws what compiled_args throws: c10::NotImplementedError for a node that has none, the stock engine's own
 // errors for freed or overwritten saved tensors. The graph is never changed.
 std::unique_ptr<Collected> collect(std::span<Node* const> nodes, bool accumulate, const edge_list& outputs);
+
+// An AccumulateGrad whose gradient the caller hands to the real node when the plan is done, so that the node's lock,
+// and what other threads and nested calls add meanwhile, hold: the plan sees no .grad, and a stand-in for the variable.
+struct HandedLeaf {
+  torch::autograd::AccumulateGrad* node;
+  uint32_t input;  // the variable, among Collected::call.tensor_args.inputs
+};
+
+// For a capture by torch's own front end: all of `nodes`, AccumulateGrad included, in the order given, with the keys,
+// inputs and numbers that torch's compiled autograd gives them. `needed[i]` is false for a node that does not run
+// itself, only its tensor hooks and captures. With `track_origins`, every input remembers the node that brought it.
+//
+// With `hand_over`, AccumulateGrad nodes without hooks of their own that could look at .grad are left in `handed`; the
+// others give their .grad as an input, as in torch. Thread-local state must be that of the call (grad mode is part of
+// the keys). GIL and exceptions as above.
+std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
+                                               const edge_list& outputs,
+                                               torch::dynamo::autograd::SizeInput::DynType default_type,
+                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed);
 
 // Whether Python objects can be reached from these nodes: Python functions, Python hooks, or saved-tensor hooks that
 // were put on past the engine.

@@ -14,27 +14,39 @@ namespace {
 
 using detail::Setting;
 
-std::atomic<Setting> process_default{Setting{Setting::Mode::kDisabled, Options{}}};
-static_assert(std::atomic<Setting>::is_always_lock_free);
+// A setting in one word, so that the process default needs no lock and a carried one no object.
+uint64_t pack(Setting setting) noexcept {
+  return (uint64_t{setting.options.compiler()} << 32U) | (uint64_t{setting.options.dynamic()} << 16U) |
+         (static_cast<uint64_t>(setting.options.backend()) << 8U) | static_cast<uint64_t>(setting.mode);
+}
+Setting unpack(uint64_t word) noexcept {
+  Setting setting{static_cast<Setting::Mode>(word & 0xFFU), Options()};
+  setting.options.backend(static_cast<Backend>((word >> 8U) & 0xFFU))
+      .compiler(static_cast<uint32_t>(word >> 32U), ((word >> 16U) & 1U) != 0);
+  return setting;
+}
+
+std::atomic<uint64_t> process_default{static_cast<uint64_t>(Setting::Mode::kDisabled)};
 
 using at::impl::ThreadLocalPythonObjects;
 
-// Names under which a carried setting is found. Only the names are used; the objects are null, so that no Python is
-// needed, and none is left to let go of when a thread ends.
+// The name under which a carried setting is found. The object found is none: the pointer itself is the setting, owns
+// nothing and is never followed, so that no Python is needed and none is left to let go of when a thread ends.
 // Never destroyed: threads may run backward while static destructors run.
-const std::string& carried_name(bool enabled) {
-  struct Names {
-    std::string disabled = "retrograd: disabled", schedule = "retrograd: schedule";
-  };
-  static const auto* const names = std::make_unique<const Names>().release();
-  return enabled ? names->schedule : names->disabled;
+const std::string& carried_name() {
+  static const auto* const name = std::make_unique<const std::string>("retrograd: setting").release();
+  return *name;
+}
+
+std::shared_ptr<c10::SafePyObject> as_carried(Setting setting) {
+  return {std::shared_ptr<void>(), reinterpret_cast<c10::SafePyObject*>(
+                                       static_cast<uintptr_t>(pack(setting)))};  // NOLINT(performance-no-int-to-ptr)
 }
 
 std::optional<Setting> carried_setting() {
   if (torch::autograd::get_current_graph_task_id() < 0) return std::nullopt;  // not working for a backward call
-  if (ThreadLocalPythonObjects::contains(carried_name(false))) return Setting{Setting::Mode::kDisabled, Options{}};
-  if (ThreadLocalPythonObjects::contains(carried_name(true))) return Setting{Setting::Mode::kEnabled, Options{}};
-  return std::nullopt;
+  if (!ThreadLocalPythonObjects::contains(carried_name())) return std::nullopt;
+  return unpack(reinterpret_cast<uintptr_t>(ThreadLocalPythonObjects::get(carried_name()).get()));
 }
 
 }  // namespace
@@ -47,16 +59,14 @@ ThreadContext& thread_context() noexcept {
 Setting ThreadContext::in_force() const {
   if (setting.mode != Setting::Mode::kInherit) return setting;
   if (const auto carried = carried_setting()) return *carried;
-  return process_default.load(std::memory_order_relaxed);
+  return unpack(process_default.load(std::memory_order_relaxed));
 }
 
 SettingCarrier::SettingCarrier() {
   const Setting own = thread_context().setting;
   if (own.mode == Setting::Mode::kInherit) return;
-  const bool enabled = own.mode == Setting::Mode::kEnabled;
   outer_ = ThreadLocalPythonObjects::get_state();
-  ThreadLocalPythonObjects::erase(carried_name(!enabled));
-  ThreadLocalPythonObjects::set(carried_name(enabled), nullptr);
+  ThreadLocalPythonObjects::set(carried_name(), as_carried(own));
 }
 
 SettingCarrier::~SettingCarrier() {
@@ -65,10 +75,11 @@ SettingCarrier::~SettingCarrier() {
 
 c10::intrusive_ptr<torch::autograd::Node> current_node() {
   auto node = torch::autograd::get_current_node();
-  const CallFrame* frame = thread_context().frame;
   // libtorch's answer is a region exactly while one of our calls is the innermost one. If a call that went to the
   // previous engine is nested in ours, libtorch's answer is that call's own node and is right as it stands.
-  if (frame == nullptr || frame->current_node == nullptr || !is_region(node.get())) return node;
+  if (!is_region(node.get())) return node;
+  const CallFrame* frame = thread_context().frame;
+  if (frame == nullptr || frame->current_node == nullptr) return {};  // a compiled function runs, no single node
   return frame->current_node->getptr();
 }
 
@@ -87,7 +98,7 @@ Disable::~Disable() { thread_context().setting = outer_; }
 
 void set_default(std::optional<Options> options) noexcept {
   process_default.store(
-      options ? Setting{Setting::Mode::kEnabled, *options} : Setting{Setting::Mode::kDisabled, Options{}},
+      pack(options ? Setting{Setting::Mode::kEnabled, *options} : Setting{Setting::Mode::kDisabled, Options{}}),
       std::memory_order_relaxed);
 }
 

@@ -24,15 +24,28 @@ struct CallFrame {
   // The node whose step is running, as torch._C._current_autograd_node() should report it; null between steps.
   torch::autograd::Node* current_node = nullptr;
   Order* order = nullptr;  // the call's progress while its steps run
+  // What the backend keeps for code that its plan calls back into while it runs; null for the schedule.
+  void* backend_state = nullptr;
+  bool capturing = false;  // this call's graph is being traced: a call from inside must not start another capture
 
   ReadyHeap own_heap{};                                            // used in an outermost call only
   ReadyHeap* heap = parent != nullptr ? parent->heap : &own_heap;  // shared by all calls of the chain
 };
 
+// What torch._dynamo.compiled_autograd keeps as process-wide flags; here each thread has its own.
+struct FrontEndFlags {
+  uint32_t depth = 0;           // open _enable() blocks
+  uint32_t verbose_logger = 0;  // the number of the logger of cache misses; 0: none
+  bool in_region = false;       // running what a compiler function made
+  bool active_disable = false;  // inside _disable(), or inside a region
+  bool force_eager = false;     // inside _enable() under Dynamo's stance "force_eager"
+};
+
 struct ThreadContext {
   detail::Setting setting;     // kInherit: the process default applies
   CallFrame* frame = nullptr;  // innermost call in progress on this thread
-  uint64_t unpack_hooks = 0;   // saved-tensor hooks run so far: how a step sees that its node ran user code
+  FrontEndFlags flags;
+  uint64_t unpack_hooks = 0;  // saved-tensor hooks run so far: how a step sees that its node ran user code
 
   // The setting that counts: the thread's own; else, on a thread that works for another one's backward call, that
   // one's; else the process default. The mode is kDisabled or kEnabled.
@@ -41,11 +54,13 @@ struct ThreadContext {
 
 ThreadContext& thread_context() noexcept;
 
-// Puts a call's setting and frame into this thread's context, and the former ones back at the end.
+// Puts a call's setting, flags and frame into this thread's context, and the former ones back at the end.
 class ContextScope {
  public:
-  ContextScope(detail::Setting setting, CallFrame& frame) noexcept : context_(thread_context()), outer_(context_) {
+  ContextScope(detail::Setting setting, const FrontEndFlags& flags, CallFrame& frame) noexcept
+      : context_(thread_context()), outer_(context_) {
     context_.setting = setting;
+    context_.flags = flags;
     context_.frame = &frame;
   }
   ~ContextScope() { context_ = outer_; }

@@ -28,9 +28,10 @@ std::atomic<bool> stock_compiled_autograd_active{false};
 
 std::mutex install_mutex;  // serializes install() and uninstall(); never held while backward runs
 
-// The rare states in which a call must reach the previous engine as it is.
-PreviousReason special_state() {
-  if (torch::autograd::AnomalyMode::is_enabled()) return PreviousReason::kAnomalyMode;
+// The rare states in which a call must reach the previous engine as it is. A graph that a compiler function gets has
+// its own checks for anomaly mode.
+PreviousReason special_state(bool has_compiler) {
+  if (!has_compiler && torch::autograd::AnomalyMode::is_enabled()) return PreviousReason::kAnomalyMode;
   if (c10::impl::TorchDispatchModeTLS::stack_len() != 0) return PreviousReason::kDispatchMode;
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       at::impl::VmapMode::current_vmap_level() != 0) {
@@ -76,10 +77,10 @@ ReentrantEngine& ReentrantEngine::get() {
 }
 
 PreviousReason ReentrantEngine::reason_for_previous() const {
-  if (!is_installed() || thread_context().in_force().mode != detail::Setting::Mode::kEnabled) {
-    return PreviousReason::kNotEnabled;
-  }
-  return special_state();
+  if (!is_installed()) return PreviousReason::kNotEnabled;
+  const detail::Setting setting = thread_context().in_force();
+  if (setting.mode != detail::Setting::Mode::kEnabled) return PreviousReason::kNotEnabled;
+  return special_state(setting.options.compiler() != 0);
 }
 
 variable_list ReentrantEngine::execute(const edge_list& roots, const variable_list& gradients, bool keep_graph,
@@ -112,9 +113,11 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
   PreparedCall call{.roots = roots,
                     .gradients = gradients,
                     .keep_graph = keep_graph,
+                    .create_graph = create_graph,
                     .accumulate = accumulate_grad,
                     .outputs = outputs,
                     .setting = context.in_force(),
+                    .flags = context.flags,
                     .parent = context.frame};
   c10::intrusive_ptr<Node> root = roots[0].function;
   if (roots.size() > 1) {
@@ -129,9 +132,9 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
     return previous().execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
   }
   call.schedule = found.schedule;
+  call.found = found.hit;
   find_streams(call);
 
-  stats.schedule_calls.add(1);
   if (call.parent != nullptr) stats.nested_calls.add(1);
   stats.max_depth.raise_to(call.parent != nullptr ? call.parent->depth + 1 : 1);
   struct TimeRun {  // also when the run throws
@@ -143,7 +146,7 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
   // thread if this call is nested.
   std::optional<SettingCarrier> carrier;
   if (torch::autograd::get_current_graph_task_id() >= 0) carrier.emplace();
-  run_in_region(previous(), call, create_graph);
+  run_in_region(previous(), call);
   return std::move(call.captured);
 }
 

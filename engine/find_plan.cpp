@@ -110,7 +110,7 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
   if (!prunes) {
     if (FoundPlan found = mine.recent.find(root, call); found.schedule != nullptr) {
       watch.lap(stats.walk_ns);
-      stats.hits.add(1);
+      found.hit = true;
       return found;
     }
   }
@@ -132,10 +132,8 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
   // The same structure in the same order makes the same schedule, so one per leaf is enough. Making it runs no
   // user code and takes microseconds: threads that want the same one wait.
   const void* plan = found.leaf->find({});
-  if (plan != nullptr) {
-    stats.hits.add(1);
-  } else {
-    stats.misses.add(1);
+  found.hit = plan != nullptr;
+  if (plan == nullptr) {
     plan = found.leaf->get_or_build({}, cache::Wait::kYes,
                                     [&]() -> std::shared_ptr<const void> { return make_schedule(shape, call.nodes); });
   }

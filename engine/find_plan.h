@@ -13,9 +13,10 @@ struct FoundPlan {
   // Keeps the plan alive for the call, whatever happens to the cache meanwhile.
   std::shared_ptr<cache::Leaf> leaf;
   const Schedule* schedule = nullptr;  // null: a graph for the previous engine
+  bool hit = false;                    // it was there already
 };
 
-// Fills call.nodes and call.not_running, counts a hit or a miss and the time for walk and look-up.
+// Fills call.nodes and call.not_running, and counts the time for walk and look-up.
 FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats);
 
 }  // namespace retrograd

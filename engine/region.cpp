@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include "engine/callable.h"
 #include "engine/gated_hooks.h"
 #include "engine/graph_task.h"
 #include "engine/stats.h"
@@ -36,27 +37,46 @@ class BackwardRegion final : public Node {
     GraphTask& task = current_graph_task();
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
     CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
-    ContextScope scope(call_.setting, frame);
+    ContextScope scope(call_.setting, call_.flags, frame);
     // The calls further out went live when the parent began.
     if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();
-    call_.schedule->run({.nodes = call_.nodes,
-                         .root_gradients = call_.single_root ? &call_.gradients : nullptr,
-                         .keep_graph = call_.keep_graph,
-                         .use_streams = call_.use_streams,
-                         .task = task,
-                         .describe_task = [&] { describe(task); },
-                         .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
-                         .frame = frame,
-                         .captured = call_.captured});
+    if (!run_callable(task, frame)) {
+      thread_stats().schedule_calls.add(1);
+      thread_stats().count_lookup(call_.found);
+      call_.schedule->run({.nodes = call_.nodes,
+                           .root_gradients = call_.single_root ? &call_.gradients : nullptr,
+                           .keep_graph = call_.keep_graph,
+                           .use_streams = call_.use_streams,
+                           .task = task,
+                           .describe_task = [&] { describe(task); },
+                           .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
+                           .frame = frame,
+                           .captured = call_.captured});
+    }
     // Results go back in call_.captured. The slot has done its work when the task began; without the edge to it, the
     // stock engine does not visit it.
     next_edges().clear();
     return {};
   }
 
+  // What the thread's compiler function made, if it asked for one; false: the schedule must answer.
+  bool run_callable(GraphTask& task, CallFrame& frame) {
+    if (call_.setting.options.compiler() == 0) return false;
+    std::optional<ScheduleReason> reason = ScheduleReason::kNoCompiler;
+    if (call_.create_graph) {
+      reason = ScheduleReason::kCreateGraph;
+    } else if (CallableBackend* backend = callable_backend()) {
+      reason = backend->run(call_, frame, [&] { describe(task); });
+    }
+    if (reason) thread_stats().count_fallback(*reason);
+    return !reason;
+  }
+
   // Nodes may ask the task which nodes it will run and which gradients it needs (multi-grad hooks,
   // needs_input_grad); these are the answers for the real graph.
-  void describe(GraphTask& task) const {
+  void describe(GraphTask& task) {
+    if (described_) return;
+    described_ = true;
     const Schedule& schedule = *call_.schedule;
     auto& in_graph = task.nodes_in_graph_;
     in_graph.reserve(call_.nodes.size() + call_.not_running.size() + 1);
@@ -87,13 +107,14 @@ class BackwardRegion final : public Node {
   }
 
   PreparedCall& call_;
+  bool described_ = false;
 };
 
 }  // namespace
 
 bool is_region(const Node* node) { return node != nullptr && typeid(*node) == typeid(BackwardRegion); }
 
-void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool create_graph) {
+void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
   // What the region is given as its gradient; nobody reads it. One per thread, so that threads do not share its
   // reference count.
   thread_local const at::Tensor token = at::empty({0});
@@ -105,8 +126,8 @@ void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool cre
     slots.emplace_back(std::move(slot), 0);
     if (!call.accumulate) call.captured.resize(call.outputs.size());
   }
-  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, create_graph, slots.empty() || call.accumulate,
-                 slots);
+  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, call.create_graph,
+                 slots.empty() || call.accumulate, slots);
 }
 
 }  // namespace retrograd

@@ -23,6 +23,7 @@ struct PreparedCall {
   const edge_list& roots;
   const variable_list& gradients;
   bool keep_graph;
+  bool create_graph;
   bool accumulate;           // backward(): true; grad(): false
   const edge_list& outputs;  // what inputs= named; empty: all leaves
 
@@ -30,19 +31,21 @@ struct PreparedCall {
   std::vector<Node*> nodes{};  // by step
   std::vector<Node*> not_running{};
   const Schedule* schedule = nullptr;
+  bool found = false;  // the schedule was in the cache
 
   // Accelerator streams current on the calling thread, by device; empty when no node has a stream.
   bool use_streams = false;
   std::vector<std::optional<c10::Stream>> caller_streams{};
 
   detail::Setting setting;
+  FrontEndFlags flags{};
   CallFrame* parent = nullptr;
 
   variable_list captured{};  // results, for grad()
 };
 
 // Runs the call inside a region executed by `engine` (the previous engine). Results are left in call.captured.
-void run_in_region(torch::autograd::Engine& engine, PreparedCall& call, bool create_graph);
+void run_in_region(torch::autograd::Engine& engine, PreparedCall& call);
 
 bool is_region(const Node* node);
 

@@ -150,6 +150,27 @@ std::unique_ptr<const Schedule> make_schedule(GraphShape shape, std::span<Node* 
   return schedule;
 }
 
+std::span<const uint32_t> Schedule::capture_order() const {
+  std::call_once(capture_order_once_, [this] {
+    std::vector<uint32_t> waits_for(shape_.steps.size(), 0);
+    for (const EdgeShape& edge : shape_.edges) {
+      if (edge.step != kNoStep) ++waits_for[edge.step];
+    }
+    std::vector<uint32_t> stack{0}, order;
+    order.reserve(shape_.steps.size());
+    while (!stack.empty()) {
+      const uint32_t k = stack.back();
+      stack.pop_back();
+      order.push_back(k);
+      for (const EdgeShape& edge : shape_.edges_of(shape_.steps[k])) {
+        if (edge.step != kNoStep && --waits_for[edge.step] == 0) stack.push_back(edge.step);
+      }
+    }
+    capture_order_ = std::move(order);
+  });
+  return capture_order_;
+}
+
 bool Schedule::bind(Node& root, std::vector<Node*>& nodes) const {
   if (shape_.pruned) return false;
   nodes.assign(shape_.steps.size(), nullptr);

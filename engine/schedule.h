@@ -10,6 +10,8 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
+#include <span>
 #include <vector>
 
 #include <c10/util/FunctionRef.h>
@@ -45,6 +47,10 @@ class Schedule {
 
   const GraphShape& shape() const { return shape_; }
 
+  // The steps in the order in which torch's compiled autograd captures them: last in, first out, from step 0. Found at
+  // the first call, by any thread.
+  std::span<const uint32_t> capture_order() const;
+
   // Finds the nodes of the live graph under `root` without a walk: true, with `nodes` filled in step order, if that
   // graph has this schedule's structure and the stock engine would run it in this order. False proves nothing (the
   // caller walks). Never true for a pruned schedule. Runs no user code.
@@ -64,6 +70,9 @@ class Schedule {
   // and equal comparisons give the stock engine's heap the same history, hence the same order.
   std::vector<uint32_t> by_sequence_;
   std::vector<bool> equal_to_previous_;
+
+  mutable std::once_flag capture_order_once_;
+  mutable std::vector<uint32_t> capture_order_;  // written under capture_order_once_
 
   friend std::unique_ptr<const Schedule> make_schedule(GraphShape shape, std::span<Node* const> nodes);
 };

@@ -13,7 +13,12 @@ constexpr double kNanosecond = 1e-9;
 
 void accumulate(Stats& total, const ThreadStats& t) {
   total.schedule_calls += t.schedule_calls.get();
+  total.callable_calls += t.callable_calls.get();
+  total.captures += t.captures.get();
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] += t.previous_calls[i].get();
+  for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
+    total.callable_fallbacks[i] += t.callable_fallbacks[i].get();
+  }
   total.hits += t.hits.get();
   total.misses += t.misses.get();
   total.nested_calls += t.nested_calls.get();
@@ -25,7 +30,12 @@ void accumulate(Stats& total, const ThreadStats& t) {
 
 void subtract(Stats& total, const Stats& base) {
   total.schedule_calls -= base.schedule_calls;
+  total.callable_calls -= base.callable_calls;
+  total.captures -= base.captures;
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] -= base.previous_calls[i];
+  for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
+    total.callable_fallbacks[i] -= base.callable_fallbacks[i];
+  }
   total.hits -= base.hits;
   total.misses -= base.misses;
   total.nested_calls -= base.nested_calls;
@@ -127,6 +137,22 @@ std::string_view name(PreviousReason reason) noexcept {
     case PreviousReason::kIrregularCall:
       return "irregular_call";
     case PreviousReason::kCount:
+      break;
+  }
+  return "unknown";
+}
+
+std::string_view name(ScheduleReason reason) noexcept {
+  switch (reason) {
+    case ScheduleReason::kCreateGraph:
+      return "create_graph";
+    case ScheduleReason::kCaptureInProgress:
+      return "capture_in_progress";
+    case ScheduleReason::kInsideCapture:
+      return "inside_capture";
+    case ScheduleReason::kNoCompiler:
+      return "no_compiler";
+    case ScheduleReason::kCount:
       break;
   }
   return "unknown";

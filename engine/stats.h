@@ -29,10 +29,13 @@ struct ThreadStats {
   ThreadStats(const ThreadStats&) = delete;
   ThreadStats& operator=(const ThreadStats&) = delete;
 
-  Counter schedule_calls, hits, misses, nested_calls, max_depth, walk_ns, lookup_ns, run_ns;
+  Counter schedule_calls, callable_calls, captures, hits, misses, nested_calls, max_depth, walk_ns, lookup_ns, run_ns;
   std::array<Counter, static_cast<size_t>(PreviousReason::kCount)> previous_calls;
+  std::array<Counter, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks;
 
   void count_previous(PreviousReason reason) noexcept { previous_calls[static_cast<size_t>(reason)].add(1); }
+  void count_fallback(ScheduleReason reason) noexcept { callable_fallbacks[static_cast<size_t>(reason)].add(1); }
+  void count_lookup(bool hit) noexcept { (hit ? hits : misses).add(1); }
 };
 
 ThreadStats& thread_stats();

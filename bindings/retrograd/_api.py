@@ -9,13 +9,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from retrograd import _entry
+from retrograd import _compilers, _dropin, _entry
 from retrograd._load import C as _C
 
 logger = logging.getLogger("retrograd")
 logger.addHandler(logging.NullHandler())
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+# A backend's number, a compiler function or None, and whether all sizes are symbolic.
+_Choice = tuple[int, "Callable[..., Any] | None", bool]
 
 _BACKENDS = {"schedule": _C.BACKEND_SCHEDULE}
 
@@ -47,15 +50,18 @@ class _Scope:
     One object may serve several threads and calls at a time: what a block has to put back is kept by its thread.
     """
 
-    def __init__(self, setting: tuple[int, int]) -> None:
-        self._setting = setting
-
-    def _check(self) -> None:
-        pass
+    def __init__(self, mode: int, choice: _Choice) -> None:
+        self._mode = mode
+        self._choice = choice
 
     def __enter__(self) -> None:
-        self._check()
-        _C.enter_setting(self._setting)
+        backend, compiler_fn, dynamic = self._choice
+        if self._mode == _C.MODE_ENABLED:
+            _check_installed()
+        compiler = None if compiler_fn is None else _compilers.from_function(compiler_fn)
+        if compiler is not None:
+            _dropin.log_misses_if_asked()
+        _C.enter_setting((self._mode, backend, compiler, dynamic))
 
     def __exit__(
         self,
@@ -65,8 +71,11 @@ class _Scope:
     ) -> None:
         _C.leave_setting()
 
-    def __call__(self, function: _F) -> _F:
+    def __call__(self, function: _F = None) -> _F:  # type: ignore[assignment]
         suspends = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if function is None:
+            name = type(self).__name__
+            raise TypeError(f"nothing to decorate: as a decorator, write @retrograd.{name}().")
         if isinstance(function, type) or not callable(function) or any(test(function) for test in suspends):
             raise TypeError(
                 f"retrograd.{type(self).__name__}() decorates plain functions only; inside a class, generator or "
@@ -85,54 +94,56 @@ class enable(_Scope):
     """Runs the calling thread's backward calls on retrograd; a context manager and a decorator.
 
     Args:
-        backend: what runs a graph. "schedule" runs the graph's own nodes in a precomputed order; any graph,
-            gradients bit-identical.
+        backend: what runs a graph.
+            "schedule": the graph's own nodes in a precomputed order; any graph, gradients bit-identical.
+            A function: the graph is captured as torch's compiled autograd captures it, and function(graph_module) returns
+            what runs it from then on. It is called once for a graph, outside all locks, and what it returned is kept for
+            all threads that use the same function; functions made by the same code from the same things, such as a
+            lambda in a loop, are the same.
+        dynamic: for a function, whether every size in a captured graph is symbolic from the start. Else sizes are
+            constants first, and one that is seen to change becomes symbolic, which costs one more capture.
 
     Nested calls follow, also those that PyTorch moves to another thread. Other threads are not affected.
 
     Raises:
-        ValueError: for an unknown backend.
-        TypeError: for `@retrograd.enable` without parentheses.
+        ValueError: for an unknown backend, or `dynamic` for one that is not a function.
+        TypeError: for a backend that is neither a name nor a function, or `dynamic` that is not a bool.
         RuntimeError: on entering, if `install()` was not called.
     """
 
-    def __init__(self, backend: str = "schedule") -> None:
-        super().__init__((_C.MODE_ENABLED, _backend_id(backend)))
-
-    def _check(self) -> None:
-        _check_installed()
+    def __init__(self, backend: str | Callable[..., Any] = "schedule", dynamic: bool | None = None) -> None:
+        super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic))
 
 
 class disable(_Scope):
     """Runs the calling thread's backward calls on the previous engine; a context manager and a decorator."""
 
     def __init__(self) -> None:
-        super().__init__((_C.MODE_DISABLED, _C.BACKEND_SCHEDULE))
+        super().__init__(_C.MODE_DISABLED, (_C.BACKEND_SCHEDULE, None, False))
 
 
-def set_default(backend: str | None = "schedule") -> None:
+def set_default(backend: str | Callable[..., Any] | None = "schedule", dynamic: bool | None = None) -> None:
     """Decides for threads that use neither `enable()` nor `disable()`; None is the previous engine, as at the start.
 
-    Takes effect at each thread's next backward call.
-
-    Raises:
-        ValueError: for an unknown backend.
-        RuntimeError: for a backend, if `install()` was not called.
+    Takes effect at each thread's next backward call. Arguments and errors as for `enable()`.
     """
     if backend is None:
         _C.set_default(None)
         return
-    identifier = _backend_id(backend)
+    number, compiler_fn, is_dynamic = _choice(backend, dynamic)
     _check_installed()
-    _C.set_default(identifier)
+    _C.set_default((number, None if compiler_fn is None else _compilers.from_function(compiler_fn), is_dynamic))
 
 
 def stats() -> dict[str, Any]:
     """Counters of all threads since the start or the last `reset_stats()`; always on.
 
     Returns a dict with
-        calls: how many backward calls ran on each path, {"schedule": int, "previous": int}.
+        calls: how many backward calls ran on each path, {"schedule": int, "callable": int, "previous": int};
+            "callable" is what a compiler function made.
         previous_reasons: why calls ran on the previous engine, by reason; sums to calls["previous"].
+        callable_fallbacks: why calls of threads with a compiler function ran on the schedule, by reason.
+        captures: graphs captured for compiler functions, failed attempts included.
         hits, misses: calls whose plan was found, and calls that had to make it.
         nested_calls: calls made inside another retrograd call. max_depth: 1 where nothing was nested, 0 before any.
         seconds: time in {"walk", "lookup", "run"}, summed over threads; "run" includes nested calls.
@@ -159,11 +170,16 @@ def _check_installed() -> None:
         raise RuntimeError("retrograd is not installed; call retrograd.install() first.")
 
 
-def _backend_id(backend: str) -> int:
-    if callable(backend):
-        raise TypeError("retrograd.enable takes the name of a backend: as a decorator, write @retrograd.enable().")
-    try:
-        return _BACKENDS[backend]
-    except (KeyError, TypeError):
-        known = ", ".join(repr(name) for name in _BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}: the known ones are {known}.") from None
+def _choice(backend: Any, dynamic: bool | None) -> _Choice:
+    if dynamic is not None and type(dynamic) is not bool:
+        raise TypeError(f"dynamic must be True, False or None, not {dynamic!r}.")
+    if isinstance(backend, str):
+        if backend not in _BACKENDS:
+            known = ", ".join(repr(name) for name in _BACKENDS)
+            raise ValueError(f"unknown backend {backend!r}: the known ones are {known}, and any compiler function.")
+        if dynamic is not None:
+            raise ValueError(f"dynamic is for compiler functions; backend {backend!r} takes no notice of sizes.")
+        return (_BACKENDS[backend], None, False)
+    if not callable(backend):
+        raise TypeError(f"a backend is a name or a compiler function, not {backend!r}.")
+    return (_C.BACKEND_SCHEDULE, backend, bool(dynamic))

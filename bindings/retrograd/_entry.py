@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from retrograd import _dropin
 from retrograd._load import C as _C
 from retrograd._load import torch
 
@@ -28,7 +29,7 @@ def install() -> bool:
         # Inside a region libtorch takes the region for the current node; the function that tells Python is ours.
         _replace(torch._C, "_current_autograd_node", _C.current_autograd_node)
         _watch_saved_tensor_hooks()
-        _watch_compiled_autograd()
+        _dropin.install(_replace, _undo.append)
         return True
 
 
@@ -65,23 +66,6 @@ def _watch_saved_tensor_hooks() -> None:
         return register_hooks(self, *args, **kwargs)
 
     _replace(saved_tensor, "register_hooks", noting)
-
-
-def _watch_compiled_autograd() -> None:
-    """PyTorch's own compiled autograd hangs itself in front of every engine: while it is on, calls go to it."""
-    module = torch._C._dynamo.compiled_autograd
-    set_autograd_compiler = module.set_autograd_compiler
-
-    def watching(compiler: Any, dynamic: bool) -> Any:
-        prior = set_autograd_compiler(compiler, dynamic)
-        _C.set_stock_compiled_autograd_active(compiler is not None)
-        return prior
-
-    # What is set at this moment can only be read by setting something.
-    compiler, dynamic = set_autograd_compiler(None, False)
-    set_autograd_compiler(compiler, dynamic)
-    _C.set_stock_compiled_autograd_active(compiler is not None)
-    _replace(module, "set_autograd_compiler", watching)
 
 
 # In a forked child PyTorch makes its Python engine anew at its next use through Python; C++ callers reach it by

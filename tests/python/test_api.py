@@ -341,9 +341,11 @@ def test_shape_and_arithmetic_of_stats() -> None:
     step()
     stats = retrograd.stats()
     assert set(stats) == {
-        "calls", "previous_reasons", "hits", "misses", "nested_calls", "max_depth", "seconds", "cache",
+        "calls", "previous_reasons", "callable_fallbacks", "captures", "hits", "misses", "nested_calls", "max_depth",
+        "seconds", "cache",
     }  # fmt: skip
-    assert stats["calls"] == {"schedule": 3, "previous": 2}
+    assert stats["calls"] == {"schedule": 3, "callable": 0, "previous": 2}
+    assert stats["captures"] == 0 and not any(stats["callable_fallbacks"].values())
     assert {k: v for k, v in stats["previous_reasons"].items() if v} == {"not_enabled": 1, "anomaly_mode": 1}
     assert sum(stats["previous_reasons"].values()) == stats["calls"]["previous"]
     assert (stats["hits"], stats["misses"], stats["nested_calls"]) == (2, 1, 0)
@@ -378,7 +380,7 @@ def test_reset_stats_keeps_the_cache() -> None:
         step()
     retrograd.reset_stats()
     stats = retrograd.stats()
-    assert stats["calls"] == {"schedule": 0, "previous": 0}
+    assert stats["calls"] == {"schedule": 0, "callable": 0, "previous": 0}
     assert sum(stats["previous_reasons"].values()) == 0
     assert (stats["hits"], stats["misses"], stats["max_depth"]) == (0, 0, 0)
     assert stats["seconds"] == {"walk": 0.0, "lookup": 0.0, "run": 0.0}
@@ -519,8 +521,10 @@ def test_sources_without_the_built_module_are_one_sentence() -> None:
 def test_decorator_without_parentheses() -> None:
     with pytest.raises(TypeError, match=r"write @retrograd\.enable\(\)"):
 
-        @retrograd.enable  # type: ignore[arg-type]
+        @retrograd.enable
         def function() -> None: ...
+
+        function()
 
 
 def test_importing_retrograd_first_imports_torch_and_changes_nothing() -> None:

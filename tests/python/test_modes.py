@@ -256,25 +256,24 @@ def test_dynamo_accepts_the_engine() -> None:
     assert x.grad is not None and x.grad.tolist() == [6.0] * 3
 
 
-def test_torchs_own_compiled_autograd_goes_first() -> None:
+def test_stock_compiled_autograd_enabled_before_install_stays_until_its_block_ends() -> None:
     compiled = []
 
     def compiler(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
         compiled.append(graph)
         return graph
 
-    def program(rec: Recorder) -> None:
-        x, w = leaf(3), leaf(3, seed=1)
-        y = (x * w).sin().sum()
-        with torch._dynamo.compiled_autograd._enable(compiler):
-            y.backward()
-        rec.grads(x, w)
-
-    compare(program, path=previous("compiled_autograd"))
-    assert compiled
+    retrograd.uninstall()
+    x, w = leaf(3), leaf(3, seed=1)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        retrograd.install()
+        with counting() as calls, retrograd.enable("schedule"):
+            (x * w).sin().sum().backward()
+        assert (calls.schedule, calls.previous) == (0, 1)
+        assert len(compiled) == 1
     with counting() as calls, retrograd.enable("schedule"):
-        leaf(3).sin().sum().backward()
-    assert (calls.schedule, calls.previous) == (1, 0)
+        (x * w).sin().sum().backward()
+    assert (calls.schedule, calls.previous, len(compiled)) == (1, 0, 1)
 
 
 def test_warnings_from_c_plus_plus_in_a_backward_are_python_warnings() -> None:

@@ -34,8 +34,20 @@ class Options {
   }
   constexpr Backend backend() const noexcept { return backend_; }
 
+  // A compiler function in Python, by the number that the Python package gave it; 0: none, backend() counts. With
+  // `dynamic`, every size that it sees is symbolic from the start; else only those that were seen to change.
+  constexpr Options& compiler(uint32_t number, bool dynamic) noexcept {
+    compiler_ = number;
+    dynamic_ = dynamic;
+    return *this;
+  }
+  constexpr uint32_t compiler() const noexcept { return compiler_; }
+  constexpr bool dynamic() const noexcept { return dynamic_; }
+
  private:
+  uint32_t compiler_ = 0;
   Backend backend_ = Backend::kSchedule;
+  bool dynamic_ = false;
 };
 
 // Puts retrograd's engine in front of the process's autograd engine. Idempotent. Until a thread opts in with
@@ -50,7 +62,7 @@ void uninstall();
 bool is_installed() noexcept;
 
 namespace detail {
-// A thread's or the process's choice. Trivially copyable and small, so that a default can be read without a lock.
+// A thread's or the process's choice. Trivially copyable and small.
 struct Setting {
   enum class Mode : uint8_t { kInherit, kDisabled, kEnabled };
   Mode mode = Mode::kInherit;
@@ -101,11 +113,25 @@ enum class PreviousReason : uint8_t {
 // The name of a reason as stats() in Python gives it, such as "not_enabled".
 std::string_view name(PreviousReason reason) noexcept;
 
+// Why a call of a thread that asked for a compiler function ran on the schedule.
+enum class ScheduleReason : uint8_t {
+  kCreateGraph,        // create_graph=True: a captured graph cannot be differentiated again
+  kCaptureInProgress,  // another thread is capturing or compiling this very graph
+  kInsideCapture,      // called by code that runs while this call chain captures
+  kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile
+  kCount
+};
+// The name of a reason as stats() in Python gives it, such as "create_graph".
+std::string_view name(ScheduleReason reason) noexcept;
+
 // Totals over all threads since the start or the last reset_stats(). Calls in flight are counted when they start;
 // times when they end.
 struct Stats {
   uint64_t schedule_calls = 0;
+  uint64_t callable_calls = 0;  // ran what a compiler function made
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
+  std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks{};  // part of schedule_calls
+  uint64_t captures = 0;      // graphs captured for compiler functions, failed attempts included
   uint64_t hits = 0;          // calls that found their plan
   uint64_t misses = 0;        // calls that had to make it
   uint64_t nested_calls = 0;  // calls made from inside another retrograd call

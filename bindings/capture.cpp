@@ -1,0 +1,456 @@
+#include "bindings/capture.h"
+
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "bindings/functional_op.h"
+#include "engine/node_kind.h"
+
+namespace retrograd::bindings {
+namespace {
+
+namespace py = pybind11;
+using namespace py::literals;
+using torch::autograd::functional_apply_t;
+using torch::autograd::InputMetadata;
+using torch::dynamo::autograd::AutogradCompilerCall;
+using torch::dynamo::autograd::NodeCall;
+using torch::dynamo::autograd::PyCompilerInterface;
+using torch::dynamo::autograd::SizeInput;
+using torch::dynamo::autograd::SwapSavedVariables;
+using torch::dynamo::autograd::TraceState;
+
+constexpr const char* kValidateOutputs = "validate_outputs";
+
+// --- The locks ---
+
+std::mutex*& capture_mutex() {
+  static std::mutex* mutex = std::make_unique<std::mutex>().release();
+  return mutex;
+}
+
+// Whether our interface is in libtorch's place. Guarded by the capture lock.
+bool interface_in_place = false;
+
+struct InterfaceGuard {
+  explicit InterfaceGuard(std::unique_ptr<torch::dynamo::autograd::PyCompilerInterface> interface)
+      : guard(std::move(interface)) {
+    interface_in_place = true;
+  }
+  ~InterfaceGuard() { interface_in_place = false; }
+  InterfaceGuard(const InterfaceGuard&) = delete;
+  InterfaceGuard& operator=(const InterfaceGuard&) = delete;
+
+  torch::dynamo::autograd::PyCompilerGuard guard;
+};
+
+// --- What nodes call while they are captured: our answers to libtorch's interface, each a method of the front end ---
+
+class FrontEnd : public PyCompilerInterface {
+ public:
+  std::string bind_function(PyObject* py_compiler, const std::string& fn_name, functional_apply_t fn,
+                            std::vector<at::TypePtr> packed_args_schema, bool is_custom_function,
+                            bool is_traceable) const override {
+    auto op = make_functional_op(std::move(fn), std::move(packed_args_schema));
+    return py::handle(py_compiler)
+        .attr("bind_function")(fn_name, op, is_custom_function, is_traceable)
+        .cast<std::string>();
+  }
+
+  variable_list call_function(PyObject* py_compiler, const char* method_name, const std::string& fn_name,
+                              const variable_list& inputs, const torch::autograd::ivalue_list& packed_args,
+                              const c10::IValue& output_metadata) const override {
+    py::tuple arguments(packed_args.size());
+    for (size_t i = 0; i < packed_args.size(); ++i) arguments[i] = torch::jit::toPyObject(packed_args[i]);
+    return to_variable_list(
+        py::handle(py_compiler)
+            .attr(method_name)(fn_name, to_python_list(inputs), arguments, torch::jit::toPyObject(output_metadata)));
+  }
+
+  variable_list call_copy_slices_prologue(PyObject* py_compiler, const variable_list& inputs,
+                                          const at::TensorGeometry& base,
+                                          const at::TensorGeometry& view) const override {
+    return to_variable_list(py::handle(py_compiler)
+                                .attr("call_copy_slices_prologue")(to_python_list(inputs), base.sym_sizes(),
+                                                                   base.sym_strides(), base.sym_storage_offset(),
+                                                                   view.sym_sizes(), view.sym_strides(),
+                                                                   view.sym_storage_offset()));
+  }
+
+  variable_list call_copy_slices_epilogue(PyObject* py_compiler, const std::vector<bool>& needs_input_grad,
+                                          const at::Tensor& result, const variable_list& res,
+                                          const at::Tensor& grad_slice) const override {
+    return to_variable_list(
+        py::handle(py_compiler)
+            .attr("call_copy_slices_epilogue")(needs_input_grad, result, to_python_list(res), grad_slice));
+  }
+
+  at::Tensor call_unpack(PyObject* py_compiler, std::optional<size_t> hook_id, size_t hook_input_id) const override {
+    return py::handle(py_compiler).attr("unpack_hook")(hook_id, hook_input_id).cast<at::Tensor>();
+  }
+
+  at::Tensor call_accumulate_grad(PyObject* py_compiler, const at::Tensor& variable, const at::Tensor& variable_grad,
+                                  const at::Tensor& grad, bool has_post_hooks) const override {
+    return py::handle(py_compiler)
+        .attr("accumulate_grad")(variable, variable_grad, grad, has_post_hooks)
+        .cast<at::Tensor>();
+  }
+};
+
+// --- Putting a node back when it throws ---
+
+// A node that throws leaves itself with symbolic values: libtorch puts the real ones back only at the end. They are in
+// SwapSavedVariables, privately; access does not apply to explicit instantiations.
+template <class Stash>
+void put_back(Stash& stash) {
+  for (auto& [place, stashed] : stash) {
+    using Value = std::remove_const_t<std::remove_pointer_t<std::remove_const_t<decltype(place)>>>;
+    *const_cast<Value*>(place) = std::move(stashed.prior_value);
+  }
+  stash.clear();
+}
+template <auto kVariables, auto kTensors, auto kSymInts, auto kIValues>
+struct StashAccess {
+  // `members`: also tensors, which are the node's own members but for AccumulateGrad, where they are gone by now.
+  friend void put_back_node(SwapSavedVariables& saved, bool tensors) {
+    put_back(saved.*kVariables);
+    if (tensors) put_back(saved.*kTensors);
+    put_back(saved.*kSymInts);
+    put_back(saved.*kIValues);
+  }
+};
+void put_back_node(SwapSavedVariables& saved, bool tensors);
+template struct StashAccess<&SwapSavedVariables::stashed_variables, &SwapSavedVariables::stashed_tensors,
+                            &SwapSavedVariables::stashed_symints, &SwapSavedVariables::stashed_ivalues>;
+
+// --- The front end, open from begin_capture() to end_capture(), closed on every way out ---
+
+class OpenFrontEnd {
+ public:
+  explicit OpenFrontEnd(py::object instance) : instance_(std::move(instance)) {}
+  ~OpenFrontEnd() {
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    // Before close(): torch enters it first, and leaves it only in end_capture().
+    if (!ended_) call_quietly([&] { leave_compile_context(); });
+    call_quietly([&] { instance_.attr("close")(); });
+    PyErr_Restore(type, value, traceback);
+  }
+  OpenFrontEnd(const OpenFrontEnd&) = delete;
+  OpenFrontEnd& operator=(const OpenFrontEnd&) = delete;
+
+  py::handle get() const { return instance_; }
+  void mark_ended() { ended_ = true; }
+
+ private:
+  template <class F>
+  void call_quietly(const F& function) {
+    try {
+      function();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(instance_);
+    }
+  }
+  void leave_compile_context() {
+    if (!py::hasattr(instance_, "compile_context")) return;
+    const py::none none;
+    instance_.attr("compile_context").attr("__exit__")(none, none, none);
+  }
+
+  py::object instance_;
+  bool ended_ = false;
+};
+
+py::list origins_of(const std::vector<uint32_t>& origins, const CaptureRequest& request) {
+  py::list list;
+  for (uint32_t k : origins) list.append(py::make_tuple(k, request.nodes[k]->name()));
+  return list;
+}
+
+py::list scalars_of(const AutogradCompilerCall& call) {
+  py::list list;
+  for (const auto& argument : call.lifted_ivalue_args.args) {
+    const c10::IValue& value = *argument.actual_ptr;
+    if (value.isInt() || value.isSymInt()) {
+      list.append(value.toInt());
+    } else {
+      list.append(value.toDouble());
+    }
+  }
+  return list;
+}
+
+TraceState begin_capture(py::handle front_end, const CaptureRequest& request) {
+  AutogradCompilerCall& call = request.collected.call;
+  py::list symbolic_sizes;
+  std::vector<uint32_t> size_origins;
+  for (size_t i = 0; i < request.sizes.size(); ++i) {
+    if (request.sizes[i].dyn_type != SizeInput::DYNAMIC) continue;
+    symbolic_sizes.append(request.sizes[i].value);
+    if (!call.size_input_origins.empty()) size_origins.push_back(call.size_input_origins[i]);
+  }
+  py::list origins;
+  origins.append(origins_of(call.tensor_args.input_origins, request));
+  origins.append(origins_of(size_origins, request));
+  origins.append(origins_of(call.lifted_ivalue_args.args_origins, request));
+
+  const auto answer =
+      py::tuple(front_end.attr("begin_capture")(to_python_list(call.tensor_args.inputs), py::tuple(symbolic_sizes),
+                                                scalars_of(call), origins, request.accumulate, request.check_nans));
+  TORCH_CHECK(answer.size() == 4, "begin_capture must return four values.");
+
+  const variable_list proxies = to_variable_list(answer[1]);
+  TORCH_CHECK(proxies.size() == call.tensor_args.inputs.size(), "begin_capture must return a tensor for every input.");
+  for (size_t i = 0; i < proxies.size(); ++i) {
+    call.tensor_args.lookup(call.tensor_args.inputs[i]).proxy_tensor = proxies[i];
+  }
+
+  const auto scalars = py::list(answer[3]);
+  TORCH_CHECK(scalars.size() == call.lifted_ivalue_args.args.size(),
+              "begin_capture must return a scalar for every scalar.");
+  for (size_t i = 0; i < scalars.size(); ++i) {
+    auto& argument = call.lifted_ivalue_args.args[i];
+    if (argument.actual_ptr->isInt() || argument.actual_ptr->isSymInt()) {
+      argument.proxy = scalars[i].cast<c10::SymInt>();
+    } else {
+      argument.proxy = scalars[i].cast<c10::SymFloat>();
+    }
+  }
+
+  if (!request.compile_reason.empty()) {
+    request.compile_reasons->push_back(py::str(answer[0]).cast<std::string>() + ": " + request.compile_reason);
+    front_end.attr("log_compile_reasons")(*request.compile_reasons);
+  }
+
+  const auto sizes = py::list(answer[2]);
+  TORCH_CHECK(sizes.size() == symbolic_sizes.size(), "begin_capture must return a size for every symbolic size.");
+  std::vector<std::optional<c10::SymInt>> sym_sizes;
+  size_t next = 0;
+  for (const SizeInput& size : request.sizes) {
+    if (size.dyn_type == SizeInput::DYNAMIC) {
+      sym_sizes.emplace_back(sizes[next++].cast<c10::SymInt>());
+    } else {
+      sym_sizes.emplace_back();
+    }
+  }
+  return {std::move(sym_sizes), request.num_outputs};
+}
+
+// torch's name space of bound functions.
+py::object ops() { return py::module_::import("torch._dynamo.compiled_autograd").attr("ops"); }
+
+// --- One node ---
+
+void set_node_origin(py::handle front_end, const Node& node, size_t k) {
+  py::object python_node = py::none();
+  if (is_python_node(typeid(node))) {
+    auto* const object = static_cast<const torch::autograd::PyNode&>(node).pyobj();
+    if (object != nullptr) python_node = py::reinterpret_borrow<py::object>(object);
+  }
+  front_end.attr("set_node_origin")(node.name(), k, python_node);
+}
+
+// libtorch hands over AccumulateGrad's function, which captured graphs call for every leaf, when the first such node is
+// captured by its own method. Handed leaves are not; so a leaf of no graph is, by an interface that does nothing else.
+void ensure_accumulate_grad(PyObject* front_end) {
+  class BindOnly final : public FrontEnd {
+   public:
+    at::Tensor call_accumulate_grad(PyObject*, const at::Tensor&, const at::Tensor&, const at::Tensor& grad,
+                                    bool) const override {
+      return grad;
+    }
+  };
+  if (py::hasattr(ops(), "AccumulateGrad")) return;
+  const at::Tensor variable = at::zeros({1}).set_requires_grad(true);
+  const auto leaf = c10::make_intrusive<torch::autograd::AccumulateGrad>(variable);
+  AutogradCompilerCall call(SizeInput::STATIC);
+  call.tensor_args.add(variable).proxy_tensor = variable;
+  TraceState state({}, 0);
+  const NodeCall node_call(0, leaf);
+  SwapSavedVariables saved(call, state, front_end, node_call);
+  const InterfaceGuard guard(std::make_unique<BindOnly>());
+  leaf->apply_with_saved({at::zeros({1})}, saved);
+}
+
+variable_list capture_handed_leaf(torch::autograd::AccumulateGrad& leaf, const variable_list& inputs,
+                                  SwapSavedVariables& saved, PyObject* front_end) {
+  if (!leaf.variable.defined() || !leaf.variable.requires_grad() || !inputs[0].defined()) return {};
+  at::Tensor variable = leaf.variable;
+  saved.before(variable);
+  const FrontEnd interface;
+  interface.call_accumulate_grad(front_end, variable, {}, inputs[0], /*has_post_hooks=*/false);
+  saved.after(variable);
+  return {};
+}
+
+// Ours while it is in torch's name space, and what was there before. Guarded by the capture lock; never destroyed, as
+// both are Python objects.
+struct ValidateOutputs {
+  bool in_place = false;
+  py::object torchs;  // null: there was none
+};
+ValidateOutputs& validate_outputs_op() {
+  static auto* const instance = std::make_unique<ValidateOutputs>().release();
+  return *instance;
+}
+
+void ensure_validate_outputs(py::handle front_end) {
+  ValidateOutputs& op = validate_outputs_op();
+  if (op.in_place) return;
+  if (py::hasattr(ops(), kValidateOutputs)) {
+    op.torchs = ops().attr(kValidateOutputs);
+    py::delattr(ops(), kValidateOutputs);
+  }
+  front_end.attr("bind_function")(kValidateOutputs, make_validate_outputs_op(), /*is_custom_function=*/false,
+                                  /*is_traceable=*/true);
+  op.in_place = true;
+}
+
+variable_list validate_outputs(py::handle front_end, const Node& node, variable_list outputs) {
+  const auto metadata = torch::dynamo::autograd::get_input_metadata(node.next_edges());
+  TORCH_CHECK(metadata.size() == outputs.size() || outputs.empty(), node.name(), " returned ", outputs.size(),
+              " gradients for ", metadata.size(), " inputs.");
+  // The graph of an AOT backward gives its outputs the right form itself, and a check behind it would keep the front
+  // end from moving accumulations forward.
+  if (node.is_aot_backward()) return outputs;
+  ensure_validate_outputs(front_end);
+  torch::dynamo::autograd::PackedArgs arguments;
+  arguments.pack(metadata);
+  const c10::IValue packed = arguments.vec()[0];
+  return FrontEnd().call_function(front_end.ptr(), kValidateOutputs, kValidateOutputs, outputs, {packed}, packed);
+}
+
+// Proxies a call to every hook of one kind; each takes and returns a list of gradients.
+template <class Hooks, class Call>
+variable_list through_hooks(const Hooks& hooks, variable_list gradients, const Call& call) {
+  if (hooks.empty()) return gradients;
+  py::object list = to_python_list(gradients);
+  for (const auto& hook : hooks) list = call(list, hook);
+  return to_variable_list(list);
+}
+
+// The gradients that a node got so far.
+using InputBuffers = std::unordered_map<Node*, variable_list>;
+
+void add_gradient(py::handle front_end, InputBuffers& buffers, const Edge& edge, const at::Tensor& gradient) {
+  auto& buffer = buffers.try_emplace(edge.function.get(), edge.function->num_inputs()).first->second;
+  at::Tensor& sum = buffer[edge.input_nr];
+  sum = sum.defined() ? front_end.attr("accumulate")(sum, gradient).cast<at::Tensor>() : gradient;
+}
+
+void capture_node(py::handle front_end, const CaptureRequest& request, size_t k, TraceState& state,
+                  InputBuffers& buffers,
+                  const std::unordered_map<const Node*, torch::autograd::AccumulateGrad*>& handed) {
+  Node& node = *request.nodes[k];
+  NodeCall& call = request.collected.call.node_calls.lookup(node.getptr());
+  set_node_origin(front_end, node, k);
+
+  variable_list inputs(node.num_inputs());
+  if (auto buffer = buffers.extract(&node)) inputs = std::move(buffer.mapped());
+  using Indexed = std::pair<int, int>;
+  inputs = through_hooks(call.tensor_pre_hooks, std::move(inputs), [&](const py::object& list, const Indexed& hook) {
+    return front_end.attr("tensor_pre_hook")(list, hook.first, hook.second);
+  });
+  inputs =
+      through_hooks(call.cpp_tensor_pre_hooks, std::move(inputs), [&](const py::object& list, const Indexed& hook) {
+        return front_end.attr("cpp_tensor_pre_hook")(list, hook.first, hook.second);
+      });
+  for (const auto& [input_nr, output] : call.graph_output) {
+    state.outputs[static_cast<size_t>(output)] = inputs[static_cast<size_t>(input_nr)];
+  }
+  if (!call.needed) return;
+  inputs = through_hooks(call.pre_hooks, std::move(inputs),
+                         [&](const py::object& list, int hook) { return front_end.attr("pre_hook")(list, hook); });
+
+  SwapSavedVariables saved(request.collected.call, state, front_end.ptr(), call);
+  const bool is_leaf = typeid(node) == typeid(torch::autograd::AccumulateGrad);
+  variable_list outputs;
+  try {
+    const auto leaf = handed.find(&node);
+    outputs = leaf != handed.end() ? capture_handed_leaf(*leaf->second, inputs, saved, front_end.ptr())
+                                   : node.apply_with_saved(inputs, saved);
+    saved.debug_asserts();
+    saved.before(node.next_edges());
+    outputs = validate_outputs(front_end, node, std::move(outputs));
+    saved.after(node.next_edges());
+    saved.debug_asserts();
+  } catch (...) {
+    put_back_node(saved, !is_leaf);
+    throw;
+  }
+
+  outputs = through_hooks(call.post_hooks, std::move(outputs), [&](const py::object& list, int hook) {
+    return front_end.attr("post_hook")(list, to_python_list(inputs), hook);
+  });
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const Edge& next = node.next_edge(i);
+    if (next.is_valid() && outputs[i].defined()) add_gradient(front_end, buffers, next, outputs[i]);
+  }
+}
+
+}  // namespace
+
+Captured capture(const CaptureRequest& request) {
+  OpenFrontEnd front_end(py::reinterpret_borrow<py::object>(request.compiler.factory.get())());
+  Captured captured;
+  // torch's front end hands the graph to the compiler function at its end. That must not happen here, under the lock.
+  const py::handle instance = front_end.get();
+  if (py::hasattr(instance, "compiler_fn")) {
+    captured.compiler_fn = instance.attr("compiler_fn");
+    instance.attr("compiler_fn") = py::cpp_function([](py::object graph) { return graph; });
+  }
+
+  if (!request.handed.empty()) ensure_accumulate_grad(instance.ptr());
+  const InterfaceGuard guard(std::make_unique<FrontEnd>());
+  std::unordered_map<const Node*, torch::autograd::AccumulateGrad*> handed;
+  for (const HandedLeaf& leaf : request.handed) handed.emplace(leaf.node, leaf.node);
+  TraceState state = begin_capture(instance, request);
+  InputBuffers buffers;
+  for (size_t k = 0; k < request.nodes.size(); ++k) capture_node(instance, request, k, state, buffers, handed);
+  state.debug_asserts();
+
+  const py::object result = instance.attr("end_capture")(to_python_list(state.outputs));
+  front_end.mark_ended();
+  TORCH_CHECK(py::isinstance<py::tuple>(result), "Expected end_capture to return tuple");
+  const auto pair = py::tuple(result);
+  TORCH_CHECK(pair.size() == 2, "Expected end_capture to return tuple of size 2");
+  captured.runtime_wrapper = pair[0];
+  captured.graph = pair[1];
+  TORCH_CHECK(PyCallable_Check(captured.runtime_wrapper.ptr()) != 0, "Expected end_capture to return runtime_wrapper");
+  return captured;
+}
+
+void restore_validate_outputs() {
+  ValidateOutputs& op = validate_outputs_op();
+  if (!op.in_place) return;
+  if (op.torchs) {
+    py::setattr(ops(), kValidateOutputs, op.torchs);
+  } else {
+    py::delattr(ops(), kValidateOutputs);
+  }
+  op.torchs = py::object();
+  op.in_place = false;
+}
+
+CaptureLock::CaptureLock() : mutex_(*capture_mutex()) { mutex_.lock(); }
+CaptureLock::~CaptureLock() { mutex_.unlock(); }
+
+void capture_after_fork_in_child() {
+  // The old mutex may be held by a thread that is not here.
+  capture_mutex() = std::make_unique<std::mutex>().release();
+  if (!interface_in_place) return;
+  // Its interface would stay in libtorch's place for ever: the guard was that thread's. The only way to the place is
+  // the reference that libtorch gives out for reading.
+  auto& place = const_cast<std::unique_ptr<PyCompilerInterface>&>(torch::dynamo::autograd::getPyCompilerInterface());
+  static_cast<void>(place.release());  // not deleted: it may be in use by half-done work in this copy of memory
+  interface_in_place = false;
+}
+
+}  // namespace retrograd::bindings
