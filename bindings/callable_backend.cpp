@@ -237,13 +237,10 @@ py::tuple to_tuple(std::vector<c10::SafePyObject>& objects) {
   return tuple;
 }
 
-// A leaf for the compiled function to work on in the variable's place: the same data, of the same kind, its .grad its
-// own.
-py::object make_stand_in(const at::Tensor& variable, at::Tensor& stand_in) {
-  stand_in = variable.detach();
-  stand_in.set_requires_grad(true);
-  static PyTypeObject* const parameter_type =
-      reinterpret_cast<PyTypeObject*>(py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
+// The stand-in as a Python object of the variable's kind.
+py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in) {
+  static PyTypeObject* const parameter_type = reinterpret_cast<PyTypeObject*>(
+      py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
   const auto original = py::reinterpret_steal<py::object>(THPVariable_Wrap(variable));
   PyObject* const object = Py_TYPE(original.ptr()) == parameter_type
                                ? THPVariable_Wrap(static_cast<const at::TensorBase&>(stand_in), parameter_type)
@@ -261,8 +258,9 @@ class Backend final : public CallableBackend {
 // The call as it goes through its stations.
 class CallableCall {
  public:
-  CallableCall(PreparedCall& call, CallFrame& frame, std::shared_ptr<Compiler> compiler)
-      : call_(call), frame_(frame), compiler_(std::move(compiler)) {
+  CallableCall(PreparedCall& call, CallFrame& frame, c10::function_ref<void()> describe_task,
+               std::shared_ptr<Compiler> compiler)
+      : call_(call), frame_(frame), describe_task_(describe_task), compiler_(std::move(compiler)) {
     const auto order = call.schedule->capture_order();
     if (call.single_root) root_ = c10::make_intrusive<torch::autograd::GraphRoot>(call.roots, call.gradients);
     const size_t count = order.size() + (root_ ? 1 : 0);
@@ -282,6 +280,7 @@ class CallableCall {
     ThreadStats& stats = thread_stats();
     Stopwatch watch;
     collect();
+    if (runs_users_code()) describe_task_();
     watch.lap(stats.walk_ns);
     const std::shared_ptr<const Family> family = find_family();
     compiled_ = family->find(collected_->call.all_size_inputs);
@@ -301,6 +300,12 @@ class CallableCall {
     const auto type = call_.setting.options.dynamic() ? SizeInput::DYNAMIC : SizeInput::STATIC;
     collected_ = collect_for_capture(nodes_, {needed_.get(), nodes_.size()}, call_.outputs, type,
                                      /*track_origins=*/logger_ != 0, /*hand_over=*/!check_nans_, handed_);
+  }
+
+  // Whether the graph calls back into hooks and functions of the user's, which may ask the graph task about the graph.
+  bool runs_users_code() const {
+    const auto& args = collected_->call;
+    return !args.hooks.empty() || !args.cpp_tensor_pre_hooks.empty();
   }
 
   std::shared_ptr<const Family> find_family() {
@@ -398,19 +403,20 @@ class CallableCall {
       py::object result = call_compiled(stand_ins, state);
       take_results(std::move(result));
     } catch (...) {
-      hand_over(stand_ins, leaves);  // what was accumulated before the error stays, as with any engine
+      hand_over_all(stand_ins, leaves);  // what was accumulated before the error stays, as with any engine
       throw;
     }
-    hand_over(stand_ins, leaves);
+    hand_over_all(stand_ins, leaves);
   }
 
   py::object call_compiled(std::vector<at::Tensor>& stand_ins, RuntimeState& state) {
     auto& args = collected_->call;
     py::list inputs = to_python_list(args.tensor_args.inputs);
     for (size_t i = 0; i < handed_.size(); ++i) {
-      const auto input = static_cast<Py_ssize_t>(handed_[i].input);
-      py::object stand_in = make_stand_in(args.tensor_args.inputs[handed_[i].input], stand_ins[i]);
-      PyList_SetItem(inputs.ptr(), input, stand_in.release().ptr());
+      const at::Tensor& variable = args.tensor_args.inputs[handed_[i].input];
+      stand_ins[i] = make_stand_in(variable);
+      py::object object = wrap_stand_in(variable, stand_ins[i]);
+      PyList_SetItem(inputs.ptr(), static_cast<Py_ssize_t>(handed_[i].input), object.release().ptr());
     }
     size_t symbolic = 0;
     for (const SizeInput& size : compiled_->sizes) symbolic += size.dyn_type == SizeInput::DYNAMIC ? 1 : 0;
@@ -460,27 +466,24 @@ class CallableCall {
 
   // Hands the gradients on the stand-ins to the real leaves. Without the GIL: their locks may be held by threads that
   // wait for it.
-  static void hand_over(std::vector<at::Tensor>& stand_ins, std::vector<c10::intrusive_ptr<Node>>& leaves) {
-    variable_list wrapped;  // have Python objects: let go of together, under one take of the GIL
-    wrapped.reserve(stand_ins.size());
-    for (size_t i = 0; i < stand_ins.size(); ++i) {
-      if (!stand_ins[i].defined()) continue;
-      at::Tensor& grad = stand_ins[i].mutable_grad();
-      if (!grad.defined()) continue;
-      variable_list gradient;
-      gradient.push_back(grad.detach());  // the only reference, so that the leaf may take it over
-      wrapped.push_back(std::move(grad));
-      (*leaves[i])(std::move(gradient));
-    }
+  static void hand_over_all(std::vector<at::Tensor>& stand_ins, std::vector<c10::intrusive_ptr<Node>>& leaves) {
     if (stand_ins.empty()) return;
+    variable_list left;  // has Python objects: let go of together, under one take of the GIL
+    left.reserve(stand_ins.size());
+    for (size_t i = 0; i < stand_ins.size(); ++i) {
+      if (!stand_ins[i].defined() || !stand_ins[i].mutable_grad().defined()) continue;
+      left.push_back(std::move(stand_ins[i].mutable_grad()));
+      hand_over(static_cast<torch::autograd::AccumulateGrad&>(*leaves[i]), left.back());
+    }
     const py::gil_scoped_acquire gil;
-    wrapped.clear();
+    left.clear();
     stand_ins.clear();
     leaves.clear();
   }
 
   PreparedCall& call_;
   CallFrame& frame_;
+  const c10::function_ref<void()> describe_task_;
   const std::shared_ptr<Compiler> compiler_;
 
   c10::intrusive_ptr<Node> root_;  // made here for a call with one root; torch's captures always begin with a GraphRoot
@@ -503,8 +506,7 @@ std::optional<ScheduleReason> Backend::run(PreparedCall& call, CallFrame& frame,
   }
   auto compiler = find_compiler(call.setting.options.compiler());
   if (compiler == nullptr) return ScheduleReason::kNoCompiler;
-  describe_task();
-  return CallableCall(call, frame, std::move(compiler)).run();
+  return CallableCall(call, frame, describe_task, std::move(compiler)).run();
 }
 
 }  // namespace

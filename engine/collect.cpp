@@ -5,8 +5,6 @@
 #include <string_view>
 #include <thread>
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-
 #include "engine/gated_hooks.h"
 #include "engine/node_kind.h"
 
@@ -26,23 +24,11 @@ struct KeySizeAccess {
 size_t key_size(const CompiledNodeArgs& args);
 template struct KeySizeAccess<&CompiledNodeArgs::_specialization_key_size>;
 
-// The lock under which AccumulateGrad::apply() reads and writes .grad; compiled_args() reads it without.
-template <auto kMutex>
-struct NodeMutexAccess {
-  friend std::mutex& node_mutex(Node& node) { return node.*kMutex; }
-};
-std::mutex& node_mutex(Node& node);
-template struct NodeMutexAccess<&Node::mutex_>;
-
 void append_key(const Node& node, const CompiledNodeArgs& args, cache::Path& path) {
   path.begin_key();
   path.put(reinterpret_cast<uintptr_t>(&typeid(node)));
   path.put_bytes(std::as_bytes(std::span(args.key().key, key_size(args))));
   path.end_key();
-}
-
-bool may_look_at_grad(AccumulateGrad& leaf) {
-  return leaf.tensor_post_acc_grad_hooks() != nullptr || !leaf.post_hooks().empty();
 }
 
 // What AccumulateGrad::compiled_args() says of a leaf that has no .grad and no hooks.

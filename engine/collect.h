@@ -8,10 +8,10 @@
 #include <memory>
 #include <span>
 
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "cache/path.h"
+#include "engine/handed_leaf.h"
 #include "engine/walk.h"
 
 namespace retrograd {
@@ -33,13 +33,6 @@ struct Collected {
 // hold it. Throws what compiled_args throws: c10::NotImplementedError for a node that has none, the stock engine's own
 // errors for freed or overwritten saved tensors. The graph is never changed.
 std::unique_ptr<Collected> collect(std::span<Node* const> nodes, bool accumulate, const edge_list& outputs);
-
-// An AccumulateGrad whose gradient the caller hands to the real node when the plan is done, so that the node's lock,
-// and what other threads and nested calls add meanwhile, hold: the plan sees no .grad, and a stand-in for the variable.
-struct HandedLeaf {
-  torch::autograd::AccumulateGrad* node;
-  uint32_t input;  // the variable, among Collected::call.tensor_args.inputs
-};
 
 // For a capture by torch's own front end: all of `nodes`, AccumulateGrad included, in the order given, with the keys,
 // inputs and numbers that torch's compiled autograd gives them. `needed[i]` is false for a node that does not run

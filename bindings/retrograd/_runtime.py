@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import _guards
 from torch._dynamo import compiled_autograd as front_end
 
 from retrograd import _dropin
@@ -59,6 +60,8 @@ def _direct(
     inputs_to_move: Sequence[int],
     nan_checker: Any,
 ) -> Run:
+    compile_id = _guards.CompileId(compiled_autograd_id=graph_id, frame_id=None, frame_compile_id=None)
+
     # A size is given as a dimension of an empty tensor, because Dynamo cannot treat a plain int as dynamic. Such tensors
     # are only ever read, so one set of them serves all calls with the same sizes.
     kept: dict[tuple[int, ...], list[Any]] = {}
@@ -87,11 +90,16 @@ def _direct(
         for i in inputs_to_move:
             inputs[i] = inputs[i].pin_memory().cuda(non_blocking=True)
         filtered = size_tensors(sizes) if used_sizes else []
-        with front_end.make_compile_context(graph_id):
+        # torch._guards.compile_context(), without a generator.
+        outer_context = getattr(_guards._TLS, "compile_context", None)
+        _guards._TLS.compile_context = _guards.CompileContext(compile_id)
+        try:
             outputs = compiled(inputs, filtered, scalars, hooks, packed)
             if checker is not None:
                 checker.check(outputs)
             return outputs
+        finally:
+            _guards._TLS.compile_context = outer_context
 
     return run
 
