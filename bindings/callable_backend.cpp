@@ -17,6 +17,7 @@
 #include "engine/callable.h"
 #include "engine/collect.h"
 #include "engine/plan_cache.h"
+#include "engine/retained.h"
 #include "engine/stats.h"
 
 namespace retrograd::bindings {
@@ -239,8 +240,8 @@ py::tuple to_tuple(std::vector<c10::SafePyObject>& objects) {
 
 // The stand-in as a Python object of the variable's kind.
 py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in) {
-  static PyTypeObject* const parameter_type = reinterpret_cast<PyTypeObject*>(
-      py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
+  static PyTypeObject* const parameter_type =
+      reinterpret_cast<PyTypeObject*>(py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
   const auto original = py::reinterpret_steal<py::object>(THPVariable_Wrap(variable));
   PyObject* const object = Py_TYPE(original.ptr()) == parameter_type
                                ? THPVariable_Wrap(static_cast<const at::TensorBase&>(stand_in), parameter_type)
@@ -286,7 +287,9 @@ class CallableCall {
     compiled_ = family->find(collected_->call.all_size_inputs);
     const bool hit = compiled_ != nullptr;
     watch.lap(stats.lookup_ns);
-    if (!hit && !make_compiled(*family)) return ScheduleReason::kCaptureInProgress;
+    if (!hit) {
+      if (const auto reason = make_compiled(*family)) return reason;
+    }
     stats.count_lookup(hit);
     stats.callable_calls.add(1);
     execute();
@@ -329,21 +332,23 @@ class CallableCall {
     return {leaf_, static_cast<const Family*>(plan)};
   }
 
-  // False: another thread is at it.
-  bool make_compiled(const Family& family) {
+  // A reason when it cannot be done now.
+  std::optional<ScheduleReason> make_compiled(const Family& family) {
     Family::Flight flight(family, collected_->call.all_size_inputs);
     compiled_ = flight.found();
-    if (compiled_ != nullptr) return true;
+    if (compiled_ != nullptr) return std::nullopt;
     if (flight.exhausted()) {
       const py::gil_scoped_acquire gil;
       family.throw_last_error();
     }
-    if (!flight.flying()) return false;
+    if (!flight.flying()) return ScheduleReason::kCaptureInProgress;
 
     Captured captured;  // Python objects: filled, used and let go of under the GIL
     try {
       {
         const CaptureLock lock;
+        const CaptureRight right(call_.keep_graph, frame_);
+        if (!right.granted()) return ScheduleReason::kGraphInUse;
         const py::gil_scoped_acquire gil;
         const Capturing capturing(frame_);
         thread_stats().captures.add(1);
@@ -381,7 +386,7 @@ class CallableCall {
       flight.fail(PyRef());
       throw;
     }
-    return true;
+    return std::nullopt;
   }
 
   // Under the GIL. Logs why there was a miss, and returns it.

@@ -315,8 +315,8 @@ void ensure_validate_outputs(py::handle front_end) {
 
 variable_list validate_outputs(py::handle front_end, const Node& node, variable_list outputs) {
   const auto metadata = torch::dynamo::autograd::get_input_metadata(node.next_edges());
-  TORCH_CHECK(metadata.size() == outputs.size() || outputs.empty(), node.name(), " returned ", outputs.size(),
-              " gradients for ", metadata.size(), " inputs.");
+  TORCH_CHECK(metadata.size() == outputs.size(), node.name(), " returned ", outputs.size(), " gradients for ",
+              metadata.size(), " inputs.");
   // The graph of an AOT backward gives its outputs the right form itself, and a check behind it would keep the front
   // end from moving accumulations forward.
   if (node.is_aot_backward()) return outputs;

@@ -12,6 +12,7 @@
 
 #include "engine/context.h"
 #include "engine/engine.h"
+#include "engine/retained.h"
 
 namespace retrograd::bindings {
 namespace {
@@ -146,6 +147,16 @@ PyObject* wrap_results(const variable_list& results, bool allow_unreachable) {
   return tuple.release();
 }
 
+// Whether a call that the stock engine will read keeps its graph, as far as its arguments can be understood.
+bool may_keep_graph(PyObject* args, PyObject* kwargs) {
+  const auto is_true = [](PyObject* object) { return object != nullptr && object != Py_False && object != Py_None; };
+  for (const Py_ssize_t i : {2, 3}) {  // keep_graph, create_graph
+    if (PyTuple_GET_SIZE(args) > i && is_true(PyTuple_GET_ITEM(args, i))) return true;
+  }
+  return kwargs != nullptr &&
+         (is_true(PyDict_GetItemString(kwargs, "keep_graph")) || is_true(PyDict_GetItemString(kwargs, "create_graph")));
+}
+
 PyObject* run_backward(PyObject* self, PyObject* args, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   ReentrantEngine& engine = ReentrantEngine::get();
@@ -158,6 +169,10 @@ PyObject* run_backward(PyObject* self, PyObject* args, PyObject* kwargs) {
   if (reason != PreviousReason::kCount) {
     thread_stats().count_previous(reason);
     const SettingCarrier carrier;
+    const RetainedCall retained(may_keep_graph(args, kwargs), [](RetainedCall::Wait wait) {
+      const py::gil_scoped_release no_gil;
+      wait();
+    });
     return stock_run_backward(self, args, kwargs);
   }
   variable_list results;

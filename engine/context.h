@@ -17,6 +17,8 @@
 
 namespace retrograd {
 
+struct ThreadStats;
+
 // One backward call in progress. Lives on the stack of the thread that runs its region.
 struct CallFrame {
   CallFrame* parent = nullptr;  // the call this one is nested in; null for an outermost call
@@ -26,6 +28,7 @@ struct CallFrame {
   Order* order = nullptr;  // the call's progress while its steps run
   // What the backend keeps for code that its plan calls back into while it runs; null for the schedule.
   void* backend_state = nullptr;
+  const ThreadStats* retained_on = nullptr;  // the thread on which the call is counted as retained; null: none
   bool capturing = false;  // this call's graph is being traced: a call from inside must not start another capture
 
   ReadyHeap own_heap{};                                            // used in an outermost call only

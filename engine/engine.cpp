@@ -16,6 +16,7 @@
 #include "engine/fork.h"
 #include "engine/gated_hooks.h"
 #include "engine/region.h"
+#include "engine/retained.h"
 #include "engine/schedule.h"
 #include "engine/walk.h"
 
@@ -85,6 +86,7 @@ PreviousReason ReentrantEngine::reason_for_previous() const {
 
 variable_list ReentrantEngine::execute(const edge_list& roots, const variable_list& gradients, bool keep_graph,
                                        bool create_graph, bool accumulate_grad, const edge_list& outputs) {
+  const RetainedCall retained(keep_graph || create_graph);
   PreviousReason reason = reason_for_previous();
   if (reason == PreviousReason::kCount && is_irregular(roots, gradients, accumulate_grad, outputs)) {
     reason = PreviousReason::kIrregularCall;
@@ -118,7 +120,10 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
                     .outputs = outputs,
                     .setting = context.in_force(),
                     .flags = context.flags,
+                    .entered_on = &stats,
                     .parent = context.frame};
+  // Inside a compiled function the flags say so, but a call made there is a call of its own.
+  if (call.flags.in_region) call.flags.in_region = call.flags.active_disable = false;
   c10::intrusive_ptr<Node> root = roots[0].function;
   if (roots.size() > 1) {
     root = c10::make_intrusive<GraphRoot>(roots, gradients);

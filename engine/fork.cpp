@@ -21,6 +21,7 @@ void register_fork_handlers() {
           fork_part::stats_after_in_child();
           fork_part::install_after();
           fork_part::plan_cache_after_in_child();
+          fork_part::retained_after_in_child();
         });
   });
 }

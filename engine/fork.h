@@ -14,6 +14,7 @@ void stats_after_in_child();  // also lets go of the counters of threads that ar
 void install_before();
 void install_after();
 void plan_cache_after_in_child();
+void retained_after_in_child();
 }  // namespace fork_part
 
 }  // namespace retrograd

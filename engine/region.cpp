@@ -37,6 +37,7 @@ class BackwardRegion final : public Node {
     GraphTask& task = current_graph_task();
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
     CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
+    if (call_.keep_graph) frame.retained_on = call_.entered_on;
     ContextScope scope(call_.setting, call_.flags, frame);
     // The calls further out went live when the parent began.
     if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();

@@ -39,6 +39,7 @@ struct PreparedCall {
 
   detail::Setting setting;
   FrontEndFlags flags{};
+  const ThreadStats* entered_on = nullptr;  // the thread of the entry
   CallFrame* parent = nullptr;
 
   variable_list captured{};  // results, for grad()

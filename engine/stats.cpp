@@ -81,6 +81,11 @@ ThreadStats& thread_stats() {
   return stats;
 }
 
+void for_each_thread(c10::function_ref<void(const ThreadStats&)> visit) {
+  const std::lock_guard lock(registry().mutex);
+  for (const ThreadStats* t : registry().live) visit(*t);
+}
+
 Stats stats() {
   Stats total;
   {
@@ -148,6 +153,8 @@ std::string_view name(ScheduleReason reason) noexcept {
       return "create_graph";
     case ScheduleReason::kCaptureInProgress:
       return "capture_in_progress";
+    case ScheduleReason::kGraphInUse:
+      return "graph_in_use";
     case ScheduleReason::kInsideCapture:
       return "inside_capture";
     case ScheduleReason::kNoCompiler:

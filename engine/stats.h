@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 
+#include <c10/util/FunctionRef.h>
+
 #include "retrograd/retrograd.h"
 
 namespace retrograd {
@@ -33,12 +35,17 @@ struct ThreadStats {
   std::array<Counter, static_cast<size_t>(PreviousReason::kCount)> previous_calls;
   std::array<Counter, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks;
 
+  std::atomic<uint32_t> retained_calls{0};  // calls in progress that keep their graph (engine/retained.h)
+
   void count_previous(PreviousReason reason) noexcept { previous_calls[static_cast<size_t>(reason)].add(1); }
   void count_fallback(ScheduleReason reason) noexcept { callable_fallbacks[static_cast<size_t>(reason)].add(1); }
   void count_lookup(bool hit) noexcept { (hit ? hits : misses).add(1); }
 };
 
 ThreadStats& thread_stats();
+
+// Calls `visit` for every living thread's counters, while none can come or go.
+void for_each_thread(c10::function_ref<void(const ThreadStats&)> visit);
 
 // Adds the time since its construction, or since the last lap(), to counters.
 class Stopwatch {

@@ -96,10 +96,10 @@ class enable(_Scope):
     Args:
         backend: what runs a graph.
             "schedule": the graph's own nodes in a precomputed order; any graph, gradients bit-identical.
-            A function: the graph is captured as torch's compiled autograd captures it, and function(graph_module) returns
-            what runs it from then on. It is called once for a graph, outside all locks, and what it returned is kept for
-            all threads that use the same function; functions made by the same code from the same things, such as a
-            lambda in a loop, are the same.
+            A function: the graph is captured as torch's compiled autograd captures it, and function(graph_module)
+            returns what runs it from then on. It is called once for a graph, outside all locks, and what it returned
+            is kept for all threads that use the same function; functions made by the same code from the same things,
+            such as a lambda in a loop, are the same.
         dynamic: for a function, whether every size in a captured graph is symbolic from the start. Else sizes are
             constants first, and one that is seen to change becomes symbolic, which costs one more capture.
 

@@ -1,13 +1,14 @@
 """torch's own switches for compiled autograd, made to act on the calling thread and on retrograd.
 
-torch keeps what is enabled in process-wide flags of the module torch._dynamo.compiled_autograd and in one pointer inside
-libtorch, so its switches work for one thread at a time. While retrograd is installed, the switches are the functions below,
-and the flags are properties of the module that read the calling thread's own.
+torch keeps what is enabled in process-wide flags of the module torch._dynamo.compiled_autograd and in one pointer
+inside libtorch, so its switches work for one thread at a time. While retrograd is installed, the switches are the
+functions below, and the flags are properties of the module that read the calling thread's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import types
 from collections.abc import Callable, Generator
@@ -17,9 +18,8 @@ from retrograd import _compilers, _importing
 from retrograd._load import C as _C
 from retrograd._load import torch
 
-
-# torch's own set_autograd_compiler, and whether it has a compiler set: one that was set before install(), whose block is
-# still open. torch's compiled autograd then stands in front of every engine, and its block must find it at its end.
+# torch's own set_autograd_compiler, and whether it has a compiler set: one that was set before install(), whose block
+# is still open. torch's compiled autograd then stands in front of every engine, and its block must find it at its end.
 _stock_set: Callable[..., Any]
 _stock_active = False
 
@@ -44,8 +44,8 @@ def _compiler_in_force() -> Any:
 class FrontEndModule(types.ModuleType):
     """The class of torch._dynamo.compiled_autograd while retrograd is installed.
 
-    Properties of a module's class come before the module's own globals, but only for readers from outside; the functions
-    in the module that use the flags are replaced as well.
+    Properties of a module's class come before the module's own globals, but only for readers from outside; the
+    functions in the module that use the flags are replaced as well.
     """
 
     @property
@@ -164,8 +164,6 @@ def reset() -> None:
     """torch._dynamo.compiled_autograd.reset for the calling thread and retrograd's cache."""
     if _C.get_in_region():
         raise AssertionError("Cannot reset while in_compiled_autograd_region is True")
-    import itertools
-
     set_autograd_compiler(None, False)
     set_verbose_logger(None)
     clear_cache()

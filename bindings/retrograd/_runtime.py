@@ -25,8 +25,8 @@ def make_runner(runtime_wrapper: Callable[..., Any], compiled: Callable[..., Any
     """What runs a graph: run(inputs, sizes, scalars, hooks, packed) -> gradients.
 
     Args:
-        runtime_wrapper: torch's own, from AutogradCompilerInstance.end_capture(); its closure tells what this needs. For
-            any other front end it is called as it is.
+        runtime_wrapper: torch's own, from AutogradCompilerInstance.end_capture(); its closure tells what this needs.
+            For any other front end it is called as it is.
         compiled: what the compiler function made.
     """
     code = getattr(runtime_wrapper, "__code__", None)
@@ -62,8 +62,8 @@ def _direct(
 ) -> Run:
     compile_id = _guards.CompileId(compiled_autograd_id=graph_id, frame_id=None, frame_compile_id=None)
 
-    # A size is given as a dimension of an empty tensor, because Dynamo cannot treat a plain int as dynamic. Such tensors
-    # are only ever read, so one set of them serves all calls with the same sizes.
+    # A size is given as a dimension of an empty tensor, because Dynamo cannot treat a plain int as dynamic. Such
+    # tensors are only ever read, so one set of them serves all calls with the same sizes.
     kept: dict[tuple[int, ...], list[Any]] = {}
 
     def size_tensors(sizes: tuple[int, ...]) -> list[Any]:

@@ -117,6 +117,7 @@ std::string_view name(PreviousReason reason) noexcept;
 enum class ScheduleReason : uint8_t {
   kCreateGraph,        // create_graph=True: a captured graph cannot be differentiated again
   kCaptureInProgress,  // another thread is capturing or compiling this very graph
+  kGraphInUse,         // a retained graph, which other threads may be using, must not be captured now
   kInsideCapture,      // called by code that runs while this call chain captures
   kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile
   kCount
