@@ -165,12 +165,12 @@ void log_debug(uint32_t logger, const std::string& message) {
 
 // Why `path` is not in the cache, in torch's words; empty if it is.
 std::string describe_node_miss(const cache::Path& path, std::span<Node* const> nodes) {
-  const auto miss = plan_trie().first_miss(path);
-  if (miss.depth >= path.size()) return {};
-  constexpr size_t kTypeBytes = sizeof(uintptr_t);  // every node's key begins with its type
+  auto miss = plan_trie().first_miss(path);
+  if (miss.depth == path.size()) return {};
+  if (miss.depth == 0) miss = {.depth = 1, .siblings = {}};  // the first key is no node's
+  constexpr size_t kTypeBytes = sizeof(uintptr_t);           // every node's key begins with its type
   const cache::KeyView key = path[miss.depth];
-  if (miss.depth == 0) return {};
-  const size_t k = miss.depth - 1;  // the first key is no node's
+  const size_t k = miss.depth - 1;
   std::string sizes;
   for (const auto& sibling : miss.siblings) {
     if (sibling.size() < kTypeBytes || std::memcmp(sibling.data(), key.data(), kTypeBytes) != 0) continue;
@@ -280,6 +280,8 @@ class CallableCall {
   std::optional<ScheduleReason> run() {
     ThreadStats& stats = thread_stats();
     Stopwatch watch;
+    // Under inputs=, nodes ask the task which of their outputs are needed.
+    if (!call_.outputs.empty()) describe_task_();
     collect();
     if (runs_users_code()) describe_task_();
     watch.lap(stats.walk_ns);
