@@ -1,6 +1,7 @@
 #include "engine/region.h"
 
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "engine/callable.h"
@@ -41,6 +42,24 @@ class BackwardRegion final : public Node {
     ContextScope scope(call_.setting, call_.flags, frame);
     // The calls further out went live when the parent began.
     if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();
+    if (torch::autograd::AnomalyMode::is_enabled()) {
+      // The stock engine would say where the node that failed was made: the region, which nobody knows.
+      try {
+        run(task, frame);
+      } catch (...) {
+        call_.error = std::current_exception();
+        task.final_callbacks_.clear();  // as on any error
+      }
+    } else {
+      run(task, frame);
+    }
+    // Results go back in call_.captured. The slot has done its work when the task began; without the edge to it, the
+    // stock engine does not visit it.
+    next_edges().clear();
+    return {};
+  }
+
+  void run(GraphTask& task, CallFrame& frame) {
     if (!run_callable(task, frame)) {
       thread_stats().schedule_calls.add(1);
       thread_stats().count_lookup(call_.found);
@@ -54,10 +73,6 @@ class BackwardRegion final : public Node {
                            .frame = frame,
                            .captured = call_.captured});
     }
-    // Results go back in call_.captured. The slot has done its work when the task began; without the edge to it, the
-    // stock engine does not visit it.
-    next_edges().clear();
-    return {};
   }
 
   // What the thread's compiler function made, if it asked for one; false: the schedule must answer.
@@ -129,6 +144,7 @@ void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
   }
   engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, call.create_graph,
                  slots.empty() || call.accumulate, slots);
+  if (call.error) std::rethrow_exception(call.error);
 }
 
 }  // namespace retrograd

@@ -6,6 +6,7 @@
 // independent. The region makes its graph task describe the real graph, for whoever asks the task about it.
 #pragma once
 
+#include <exception>
 #include <optional>
 #include <vector>
 
@@ -42,7 +43,8 @@ struct PreparedCall {
   const ThreadStats* entered_on = nullptr;  // the thread of the entry
   CallFrame* parent = nullptr;
 
-  variable_list captured{};  // results, for grad()
+  variable_list captured{};    // results, for grad()
+  std::exception_ptr error{};  // what the region must not throw through the stock engine (anomaly mode)
 };
 
 // Runs the call inside a region executed by `engine` (the previous engine). Results are left in call.captured.
