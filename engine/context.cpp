@@ -16,7 +16,8 @@ using detail::Setting;
 
 // A setting in one word, so that the process default needs no lock and a carried one no object.
 uint64_t pack(Setting setting) noexcept {
-  return (uint64_t{setting.options.compiler()} << 32U) | (uint64_t{setting.options.dynamic()} << 16U) |
+  return (uint64_t{setting.options.compiler()} << 32U) |
+         (static_cast<uint64_t>(setting.options.dynamic() ? 1 : 0) << 16U) |
          (static_cast<uint64_t>(setting.options.backend()) << 8U) | static_cast<uint64_t>(setting.mode);
 }
 Setting unpack(uint64_t word) noexcept {
@@ -39,8 +40,8 @@ const std::string& carried_name() {
 }
 
 std::shared_ptr<c10::SafePyObject> as_carried(Setting setting) {
-  return {std::shared_ptr<void>(), reinterpret_cast<c10::SafePyObject*>(
-                                       static_cast<uintptr_t>(pack(setting)))};  // NOLINT(performance-no-int-to-ptr)
+  const auto word = static_cast<uintptr_t>(pack(setting));
+  return {std::shared_ptr<void>(), reinterpret_cast<c10::SafePyObject*>(word)};  // NOLINT(performance-no-int-to-ptr)
 }
 
 std::optional<Setting> carried_setting() {
