@@ -313,8 +313,12 @@ void ensure_validate_outputs(py::handle front_end) {
   op.in_place = true;
 }
 
-variable_list validate_outputs(py::handle front_end, const Node& node, variable_list outputs) {
-  const auto metadata = torch::dynamo::autograd::get_input_metadata(node.next_edges());
+// What the node's outputs must look like, where they go. Copies, because the nodes that they go to may be in other
+// graphs too: every thread that trains one model has its AccumulateGrad nodes.
+using Metadata = std::vector<std::optional<InputMetadata>>;
+
+variable_list validate_outputs(py::handle front_end, const Node& node, const Metadata& metadata,
+                               variable_list outputs) {
   TORCH_CHECK(metadata.size() == outputs.size(), node.name(), " returned ", outputs.size(), " gradients for ",
               metadata.size(), " inputs.");
   // The graph of an AOT backward gives its outputs the right form itself, and a check behind it would keep the front
@@ -372,14 +376,15 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   SwapSavedVariables saved(request.collected.call, state, front_end.ptr(), call);
   const bool is_leaf = typeid(node) == typeid(torch::autograd::AccumulateGrad);
   variable_list outputs;
+  Metadata metadata = torch::dynamo::autograd::get_input_metadata(node.next_edges());
   try {
     const auto leaf = handed.find(&node);
     outputs = leaf != handed.end() ? capture_handed_leaf(*leaf->second, inputs, saved, front_end.ptr())
                                    : node.apply_with_saved(inputs, saved);
     saved.debug_asserts();
-    saved.before(node.next_edges());
-    outputs = validate_outputs(front_end, node, std::move(outputs));
-    saved.after(node.next_edges());
+    saved.before(metadata);
+    outputs = validate_outputs(front_end, node, metadata, std::move(outputs));
+    saved.after(metadata);
     saved.debug_asserts();
   } catch (...) {
     put_back_node(saved, !is_leaf);

@@ -90,7 +90,7 @@ def target_name(target: Any) -> str:
 
 
 def origin(node: torch.fx.Node) -> str:
-    """The autograd node that an FX node says it comes from. Functions that AOTAutograd compiled carry a running number."""
+    """The autograd node that an FX node says it comes from, without the running number of an AOT-compiled one."""
     found = re.findall(r"^ *(.+ \(NodeCall \d+\))$", node.stack_trace or "", re.MULTILINE)
     return re.sub(r"(CompiledFunctionBackward)\d+", r"\1", found[-1]) if found else ""
 
@@ -110,8 +110,8 @@ class Compiled:
         plain_sizes = [size.shape[1] if isinstance(size, Tensor) else size for size in sizes]
         hook_names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
         self._calls.append(
-            f"inputs={describe([_workspace(i) for i in inputs])} sizes={plain_sizes} scalars={list(scalars)} hooks={hook_names} "
-            f"packed={describe(tuple(packed))}"
+            f"inputs={describe([_workspace(i) for i in inputs])} sizes={plain_sizes} scalars={list(scalars)} "
+            f"hooks={hook_names} packed={describe(tuple(packed))}"
         )
         return self._run(inputs, sizes, scalars, hooks, packed)
 
@@ -119,9 +119,9 @@ class Compiled:
 class Recorder:
     """What one run of a program said, in order."""
 
-    def __init__(self, off: Callable[[], contextlib.AbstractContextManager[Any]], compiled: bool) -> None:
+    def __init__(self, engine: str, off: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self.log: list[tuple[str, list[Any]]] = []
-        self.compiled = compiled  # whether a compiler is in force
+        self.engine = engine
         self.switched_off = 0
         self._off = off
 
@@ -212,6 +212,8 @@ def stock_compiled_autograd() -> Iterator[None]:
         yield
     finally:
         front_end.reset()
+        # After a failed capture torch leaves its compile context entered.
+        torch._guards._TLS.compile_context = None
         retrograd.install()
 
 
@@ -241,7 +243,7 @@ def run(
             enter = retrograd.disable()
         if dynamo:
             torch._dynamo.reset()
-        recorder = Recorder(off, name != "eager")
+        recorder = Recorder(name, off)
         torch.manual_seed(0)
         before = counters["compiled_autograd"]["captures"]
         with enter:

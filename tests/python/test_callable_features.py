@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +25,6 @@ from callable_oracle import (
     compare,
     describe,
     run,
-    stock_compiled_autograd,
 )
 from oracle import leaf
 from torch import Tensor, nn
@@ -36,6 +32,7 @@ from torch._dynamo import compiled_autograd as front_end
 from torch._library import opaque_object
 from torch._opaque_base import OpaqueBase
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import cpp_extension
 from torch.utils.checkpoint import checkpoint
 
@@ -1068,6 +1065,7 @@ class FrontEnd(front_end.AutogradCompilerInstance):
     def __init__(self, compiler_fn: Callable[..., Any], say: Callable[..., None]) -> None:
         super().__init__(compiler_fn)
         self.say = say
+        self.begun = False
         self.say("made")
         close = self.close
 
@@ -1081,8 +1079,16 @@ class FrontEnd(front_end.AutogradCompilerInstance):
         self, inputs: list[Tensor], sizes: Any, scalars: Any, origins: Any, accumulate_grad: bool, check_nans: bool
     ) -> Any:
         # Origins come with every capture, but are empty without a verbose logger.
-        self.say("begin_capture", describe(inputs), [list(sizes), list(scalars)], origins, accumulate_grad, check_nans)
-        return super().begin_capture(inputs, sizes, scalars, origins, accumulate_grad, check_nans)
+        self.say("begin_capture", describe(inputs), [list(sizes), list(scalars)], accumulate_grad, check_nans)
+        self.say("origins", origins)
+        answer = super().begin_capture(inputs, sizes, scalars, origins, accumulate_grad, check_nans)
+        self.begun = True
+        return answer
+
+    def set_node_origin(self, node_name: str, nodecall_index: int, pyobj: Any) -> None:
+        if self.begun:  # else it is about an input
+            self.say("node", nodecall_index, node_name)
+        super().set_node_origin(node_name, nodecall_index, pyobj)
 
     def log_compile_reasons(self, compile_reasons: list[str]) -> None:
         self.say("log_compile_reasons", list(compile_reasons))
@@ -1115,16 +1121,21 @@ def test_input_origins_are_told_with_a_verbose_logger(cpp_functions: Any, verbos
             with_front_end(lambda module: module, body, rec.say)
 
     stock, ours = (run(engine, program) for engine in ("stock", "retrograd"))
-    assert ours.log == stock.log
-    begun = ours.said("begin_capture")
-    assert len(begun) == 2
-    inputs, sizes, scalars = begun[1][2]
-    assert bool(inputs) == bool(sizes) == bool(scalars) == verbose
+    for label in ("made", "begin_capture", "node", "log_compile_reasons", "closed"):
+        assert ours.said(label) == stock.said(label)
+    assert len(ours.said("origins")) == 2
     assert len(ours.said("log_compile_reasons")) == (2 if verbose else 0)
+    names = dict(ours.said("node"))
+    for (want,), (got,) in zip(stock.said("origins"), ours.said("origins"), strict=True):
+        # torch tells the right number with, at times, the name of another node.
+        assert [[k for k, _ in kind] for kind in got] == [[k for k, _ in kind] for kind in want]
+        assert all(name == names[k] for kind in got for k, name in kind)
+    inputs, sizes, scalars = ([name for _, name in kind] for kind in ours.said("origins")[1][0])
+    assert bool(inputs) == bool(sizes) == bool(scalars) == verbose
     if verbose:
-        assert (0, "torch::autograd::GraphRoot") in inputs
-        assert any(name.startswith("torch::autograd::CppNode") for _, name in scalars)
-        assert any(name.startswith("ExpandBackward0") for _, name in sizes)
+        assert inputs[0] == "torch::autograd::GraphRoot"
+        assert {name[:24] for name in scalars} == {"torch::autograd::CppNode"}
+        assert "SumBackward0" in sizes
 
 
 # --- How a call ends ---
@@ -1157,19 +1168,16 @@ def test_released_variables_are_freed_by_the_call(keep: bool) -> None:
     def program(rec: Recorder) -> None:
         for _ in range(2):
             x = leaf(100)
-            y = x.exp()
-            loss = y.sin().sum()
-            alive = weakref.ref(y)
-            del y
-            gc.collect()
-            rec.say("before", alive() is not None)
-            storage = loss.grad_fn.next_functions[0][0]._saved_self.untyped_storage()  # type: ignore[union-attr]
+            loss = x.exp().sin().sum()
+            node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            storage = StorageWeakRef(node._saved_self.untyped_storage())
             loss.backward(retain_graph=keep)
+            rec.say("freed", storage.expired())
             with rec.catch("saved"):
-                node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                rec.say("kept", node._saved_self.shape, storage.nbytes())
+                rec.say("kept", node._saved_self.shape)
 
-    compare(program, captures=1)
+    runs = compare(program, captures=1)
+    assert runs.retrograd.said("freed") == [[not keep]] * 2
 
 
 def nan_program(*, anomaly: bool, where: str) -> Callable[[Recorder], None]:
@@ -1190,7 +1198,7 @@ def nan_program(*, anomaly: bool, where: str) -> Callable[[Recorder], None]:
     return program
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
 @pytest.mark.parametrize("where", ["leaf", "output"])
 def test_nan_checks_under_anomaly_mode(where: str) -> None:
     runs = compare(nan_program(anomaly=True, where=where), captures=1, against_eager=False)
@@ -1249,14 +1257,15 @@ def test_close_on_every_exit(end: str) -> None:
                     rec.say("end", "done")
 
         with_front_end(compilers.get(end, lambda module: module), body, rec.say)
-        assert torch._guards.CompileContext.try_get() is None
+        if rec.engine == "retrograd":  # torch leaves it open after a failed capture
+            assert torch._guards.CompileContext.try_get() is None
         assert torch._C._len_torch_dispatch_stack() == 0
 
-    for engine in ("stock", "retrograd"):
-        result = run(engine, program)
-        opened = 1 if end in ("well", "compiled raises") else 2
-        assert len(result.said("made")) == len(result.said("closed")) == opened, engine
-        assert [result.said("end"), result.captures] == [run(engine, program).said("end"), opened]
+    stock, ours = (run(engine, program) for engine in ("stock", "retrograd"))
+    assert ours.said("end") == stock.said("end") or end == "not callable"  # which torch keeps and calls
+    for result in (stock, ours):
+        assert len(result.said("made")) == len(result.said("closed")) == result.captures
+    assert ours.captures == (1 if end in ("well", "compiled raises") else 2)
 
 
 # --- Errors ---
@@ -1308,7 +1317,9 @@ def test_the_live_graph_survives_a_failed_capture() -> None:
         base = x * w
         base[1].mul_(w)
         loss = F.layer_norm(Untraceable.apply(base.exp().sum(0)), (4,), w).exp().sum()
-        with contextlib.nullcontext() if not rec.compiled else pytest.raises(RuntimeError, match="boxed_grads_call"):
+        with (
+            contextlib.nullcontext() if rec.engine == "eager" else pytest.raises(RuntimeError, match="boxed_grads_call")
+        ):
             loss.backward(retain_graph=True)
         x.grad = w.grad = None
         with rec.off():
@@ -1397,6 +1408,7 @@ def test_training(name: str) -> None:
     compare(train(build, inputs), captures=1, dynamic=True)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_training_with_dynamo_compiling_the_graphs() -> None:
     def program(rec: Recorder) -> None:
         model = net(batch_norm=True)
@@ -1507,8 +1519,8 @@ def test_hooks_on_several_tensors_at_once() -> None:
             x, w, unused = leaf(3, seed=step), leaf(3, seed=1), leaf(3)
             y = x.exp()
             tensors = (y, w, unused * 2)
-            for mode in ("all", "any"):
-                torch.autograd.graph.register_multi_grad_hook(tensors, rec.hook(mode), mode=mode)
+            torch.autograd.graph.register_multi_grad_hook(tensors, rec.hook("all"))
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: rec.say("any"), mode="any")
             (y * w).sum().backward()
             rec.grads(x, w)
 
@@ -1520,7 +1532,7 @@ def test_hooks_on_several_tensors_at_once() -> None:
 def test_use_after_cache_clear() -> None:
     def program(rec: Recorder) -> None:
         for clear in (False, False, True, False):
-            if clear and rec.compiled:
+            if clear and rec.engine != "eager":
                 torch._C._dynamo.compiled_autograd.clear_cache()
             x = leaf(3)
             (x * x).exp().sum().backward()
@@ -1545,6 +1557,82 @@ def test_gradients_that_are_present_need_no_other_graph() -> None:
     assert [describe(values) for _, values in ours.log] == [describe(values) for _, values in stock.log]
     for (_, (a,)), (_, (b,)) in zip(eager.log, ours.log, strict=True):
         torch.testing.assert_close(b, a)
+
+
+def two_leaves_get_one_gradient(rec: Recorder) -> None:
+    x, w = leaf(2, 3), leaf(6, seed=1)
+    for _ in range(3):
+        (x.view(-1) + w).backward(torch.ones(6))
+        x.grad.mul_(2)  # type: ignore[union-attr]
+        rec.grads(x, w)
+
+
+def root_gradient_is_not_taken(rec: Recorder) -> None:
+    x, gradient = leaf(3), torch.ones(3)
+    for _ in range(3):
+        x.backward(gradient)
+        x.grad.mul_(3)  # type: ignore[union-attr]
+        rec.say("given", gradient)
+        rec.grads(x)
+
+
+def sparse_and_dense(rec: Recorder) -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    for dense in (0.0, 0.0, 1.0, 0.0):
+        loss = embedding(torch.tensor([0, 2, 0])).sum()
+        if dense:
+            loss = loss + embedding.weight.pow(2).sum()
+        loss.backward()
+        rec.say("sparse", embedding.weight.grad.is_sparse, embedding.weight.grad.to_dense())  # type: ignore[union-attr]
+
+
+def layouts(rec: Recorder) -> None:
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    w = torch.randn(4, 3).t().requires_grad_()
+    for _ in range(3):
+        (model(torch.randn(2, 3, 5, 5)).sum() * (torch.ones(2, 3) @ w).sin().sum()).backward()
+        rec.grads(model.weight, w)
+        rec.say("strides", model.weight.grad.stride(), w.grad.stride())  # type: ignore[union-attr]
+
+
+def tied_weights(rec: Recorder) -> None:
+    embedding, linear = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    linear.weight = embedding.weight
+    for _ in range(3):
+        linear(embedding(torch.tensor([0, 1, 2]))).pow(2).sum().backward()
+        rec.grads(embedding.weight)
+
+
+def hook_accumulates_meanwhile(rec: Recorder) -> None:
+    x, w = leaf(3), leaf(3, seed=1)
+
+    def accumulate(grad: Tensor) -> None:
+        x.grad = torch.full((3,), 10.0)
+
+    for _ in range(3):
+        y = x * w
+        y.register_hook(accumulate)
+        y.sum().backward()
+        rec.grads(x, w)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        two_leaves_get_one_gradient,
+        root_gradient_is_not_taken,
+        sparse_and_dense,
+        layouts,
+        tied_weights,
+        hook_accumulates_meanwhile,
+    ],
+)
+def test_leaves_accumulate_as_in_eager(program: Callable[[Recorder], None]) -> None:
+    """The graph hands each finished gradient to the real leaf, which copies, takes or adds it by its own rules."""
+    eager, ours = run("eager", program), run("retrograd", program)
+    check_against_eager(eager, ours)
+    check_path(ours, calls=len(ours.calls), captures=2 if program is sparse_and_dense else 1)
+    assert len(ours.calls) >= 3
 
 
 # --- Other processes ---
