@@ -82,7 +82,7 @@ class _Keys:
         if _is_optimize_context(value):
             return self._of_optimize_context(value)
         says_what_is_equal = type(value).__eq__ is not object.__eq__ and type(value).__hash__ is None
-        if says_what_is_equal and type(value).__module__.startswith("torch."):
+        if says_what_is_equal and type(value).__module__.partition(".")[0] == "torch":
             return _Equal(value)
         return _Same(value)
 

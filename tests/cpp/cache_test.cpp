@@ -191,6 +191,132 @@ TEST(Trie, StatsCount) {
   EXPECT_EQ(stats.evictions, 1U);
 }
 
+// --- first_miss ---
+
+// The keys that stand where the path ends, in no particular order.
+std::vector<std::string> siblings_of(const Trie::Miss& miss) {
+  std::vector<std::string> keys;
+  for (const auto& key : miss.siblings) {
+    keys.emplace_back(reinterpret_cast<const char*>(key.data()), key.size());
+  }
+  std::ranges::sort(keys);
+  return keys;
+}
+using Siblings = std::vector<std::string>;
+
+TEST(TrieFirstMiss, TellsHowFarAPathIsThereAndWhatStandsThereInstead) {
+  Trie trie;
+  insert(trie, path({"a", "b", "c"}));
+  insert(trie, path({"a", "b", "dd"}));
+  insert(trie, path({"a", "b", ""}));
+  insert(trie, path({"a", "x", "c"}));
+  insert(trie, path({"q"}));
+
+  Trie::Miss miss = trie.first_miss(path({"a", "b", "z", "c"}));
+  EXPECT_EQ(miss.depth, 2U);
+  EXPECT_EQ(siblings_of(miss), (Siblings{"", "c", "dd"}));
+  miss = trie.first_miss(path({"a", "z"}));
+  EXPECT_EQ(miss.depth, 1U);
+  EXPECT_EQ(siblings_of(miss), (Siblings{"b", "x"}));
+  miss = trie.first_miss(path({"z"}));
+  EXPECT_EQ(miss.depth, 0U);
+  EXPECT_EQ(siblings_of(miss), (Siblings{"a", "q"}));
+  EXPECT_EQ(trie.first_miss(path({"ab"})).depth, 0U) << "keys are kept apart";
+  miss = trie.first_miss(path({"a", ""}));
+  EXPECT_EQ(miss.depth, 1U) << "an empty key is no end";
+  EXPECT_EQ(siblings_of(miss), (Siblings{"b", "x"}));
+}
+
+TEST(TrieFirstMiss, NothingIsMissingWhereAllKeysAreThere) {
+  Trie trie;
+  insert(trie, path({"a", "b"}));
+  for (const Path& there : {path({"a", "b"}), path({"a"}), Path()}) {  // with a leaf or without
+    const Trie::Miss miss = trie.first_miss(there);
+    EXPECT_EQ(miss.depth, there.size());
+    EXPECT_TRUE(miss.siblings.empty());
+  }
+}
+
+TEST(TrieFirstMiss, PathThatGoesOnBehindALeafHasNoSiblings) {
+  Trie trie;
+  insert(trie, path({"a", "b"}));
+  const Trie::Miss miss = trie.first_miss(path({"a", "b", "c"}));
+  EXPECT_EQ(miss.depth, 2U);
+  EXPECT_TRUE(miss.siblings.empty()) << "the end of the shorter path is no key";
+}
+
+TEST(TrieFirstMiss, EmptyAndClearedTries) {
+  Trie trie;
+  EXPECT_EQ(trie.first_miss(path({"a"})).depth, 0U);
+  EXPECT_TRUE(trie.first_miss(path({"a"})).siblings.empty());
+  EXPECT_EQ(trie.first_miss(Path()).depth, 0U);
+  insert(trie, path({"a", "b"}));
+  trie.clear();
+  EXPECT_EQ(trie.first_miss(path({"a", "b"})).depth, 0U);
+  EXPECT_TRUE(trie.first_miss(path({"a", "b"})).siblings.empty());
+}
+
+TEST(TrieFirstMiss, MakesNothingAndCountsAsNoUse) {
+  Trie trie(Trie::Limits{.max_leaves = 2});
+  insert(trie, path({"a", "b"}));
+  insert(trie, path({"a", "c"}));
+  const Trie::Stats before = trie.stats();
+  EXPECT_EQ(trie.first_miss(path({"a", "b"})).depth, 2U);
+  EXPECT_EQ(trie.first_miss(path({"a", "b", "x", "y"})).depth, 2U);
+  EXPECT_EQ(trie.stats().nodes, before.nodes);
+  EXPECT_EQ(trie.stats().leaves, before.leaves);
+  EXPECT_EQ(trie.stats().inserts, before.inserts);
+  insert(trie, path({"q"}));  // evicts a b, which was inserted first and not used since
+  EXPECT_EQ(trie.find(path({"a", "b"})), nullptr);
+  EXPECT_NE(trie.find(path({"a", "c"})), nullptr);
+  const Trie::Miss miss = trie.first_miss(path({"a", "b"}));
+  EXPECT_EQ(miss.depth, 1U);
+  EXPECT_EQ(siblings_of(miss), (Siblings{"c"}));
+}
+
+TEST(TrieFirstMiss, AgreesWithASetOfPaths) {
+  for (uint32_t seed = 0; seed < 50; ++seed) {
+    std::mt19937 random(seed);
+    const auto random_keys = [&] {
+      std::vector<std::string> keys(random() % 5);
+      for (std::string& key : keys) {
+        key = std::string(random() % 3, static_cast<char>('x' + random() % 2));
+      }
+      return keys;
+    };
+    const auto to_path = [](const std::vector<std::string>& keys) {
+      Path p;
+      for (const std::string& key : keys) {
+        p.append(bytes(key));
+      }
+      return p;
+    };
+    Trie trie;
+    std::vector<std::vector<std::string>> inserted;
+    for (int i = 0; i < 20; ++i) {
+      const std::vector<std::string> asked = random_keys();
+      size_t depth = 0;
+      for (const auto& keys : inserted) {
+        depth = std::max(depth, static_cast<size_t>(std::ranges::mismatch(asked, keys).in1 - asked.begin()));
+      }
+      std::vector<std::string> expected;
+      for (const auto& keys : inserted) {
+        if (depth < asked.size() && depth < keys.size() &&
+            std::equal(asked.begin(), asked.begin() + static_cast<std::ptrdiff_t>(depth), keys.begin())) {
+          expected.push_back(keys[depth]);
+        }
+      }
+      std::ranges::sort(expected);
+      expected.erase(std::unique(expected.begin(), expected.end()), expected.end());
+      const Trie::Miss miss = trie.first_miss(to_path(asked));
+      ASSERT_EQ(miss.depth, depth) << "seed " << seed << " step " << i;
+      ASSERT_EQ(siblings_of(miss), expected) << "seed " << seed << " step " << i;
+      inserted.push_back(random_keys());
+      insert(trie, to_path(inserted.back()));
+    }
+  }
+}
+
 // --- clear ---
 
 TEST(Trie, IsEmptyUntilAnInsertAndAfterClear) {

@@ -155,7 +155,7 @@ def test_enable_and_disable_nest() -> None:
 
     lines = both(program)
     assert any(line.startswith("b runs") for line in lines)
-    assert lines[-1] == "6 captures"
+    assert lines[-1] == "5 captures"
 
 
 def test_enable_of_a_region_that_may_be_disabled() -> None:
