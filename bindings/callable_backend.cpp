@@ -44,13 +44,17 @@ struct Compiled {
   }
 };
 
-// A leaf's plan for one compiler: the latest compiled graph, and which of its sizes were seen to change. A size that
-// does is symbolic in the next graph, and the next graph takes the place of this one.
-class Family {
+// A leaf's plan: the latest compiled graph, and which of its sizes were seen to change. A size that does is symbolic in
+// the next graph, and the next graph takes the place of this one.
+class Family final : public Kept {
  public:
-  explicit Family(std::shared_ptr<Compiler> compiler) : compiler_(std::move(compiler)) {}
-
-  const Compiler& compiler() const { return *compiler_; }
+  void let_go() noexcept override {
+    std::shared_ptr<const Compiled> compiled;  // goes after the lock
+    PyRef error;
+    const std::lock_guard lock(mutex_);
+    compiled_.swap(compiled);
+    std::swap(last_error_, error);
+  }
 
   std::shared_ptr<const Compiled> find(const std::vector<SizeInput>& sizes) const {
     const std::lock_guard lock(mutex_);
@@ -141,7 +145,6 @@ class Family {
   }
 
  private:
-  const std::shared_ptr<Compiler> compiler_;
   // Plans are const to the cache. Nothing of Python and nothing slow happens under the lock.
   mutable std::mutex mutex_;
   mutable std::vector<SizeInput> seen_;
@@ -304,7 +307,15 @@ class CallableCall {
     logger_ = thread_context().flags.verbose_logger;
     const auto type = call_.setting.options.dynamic() ? SizeInput::DYNAMIC : SizeInput::STATIC;
     collected_ = collect_for_capture(nodes_, {needed_.get(), nodes_.size()}, call_.outputs, type,
-                                     /*track_origins=*/logger_ != 0, /*hand_over=*/!check_nans_, handed_);
+                                     /*track_origins=*/logger_ != 0, /*hand_over=*/!check_nans_, handed_, head_key());
+  }
+
+  // The first key of the path: all that a graph depends on beside the nodes. Paths of schedules are in the same trie;
+  // their keys are longer.
+  std::array<uint32_t, 2> head_key() const {
+    const uint32_t mode =
+        (call_.setting.options.dynamic() ? 1U : 0U) | (call_.accumulate ? 2U : 0U) | (check_nans_ ? 4U : 0U);
+    return {compiler_->number(), mode};
   }
 
   // Whether the graph calls back into hooks and functions of the user's, which may ask the graph task about the graph.
@@ -318,17 +329,12 @@ class CallableCall {
     thread_local cache::Memo memo;
     if (logger_ != 0) node_miss_ = describe_node_miss(collected_->path, nodes_);
     leaf_ = plan_trie().find_or_insert(collected_->path, &memo).leaf;
-    cache::Path specialization;
-    specialization.begin_key();
-    specialization.put(compiler_->number);
-    specialization.put(static_cast<uint8_t>(call_.setting.options.dynamic()));
-    specialization.put(static_cast<uint8_t>(call_.accumulate));
-    specialization.put(static_cast<uint8_t>(check_nans_));
-    specialization.end_key();
-    const void* plan = leaf_->find(specialization[0]);
+    const void* plan = leaf_->find({});
     if (plan == nullptr) {
-      plan = leaf_->get_or_build(specialization[0], cache::Wait::kYes, [this]() -> std::shared_ptr<const void> {
-        return std::make_shared<const Family>(compiler_);
+      plan = leaf_->get_or_build({}, cache::Wait::kYes, [this]() -> std::shared_ptr<const void> {
+        auto family = std::make_shared<Family>();
+        compiler_->keep(family);
+        return family;
       });
     }
     return {leaf_, static_cast<const Family*>(plan)};
@@ -354,7 +360,7 @@ class CallableCall {
         const py::gil_scoped_acquire gil;
         const Capturing capturing(frame_);
         thread_stats().captures.add(1);
-        captured = capture({.compiler = family.compiler(),
+        captured = capture({.compiler = *compiler_,
                             .nodes = nodes_,
                             .collected = *collected_,
                             .handed = handed_,
@@ -395,7 +401,7 @@ class CallableCall {
   std::string log_miss(const Family::Flight& flight) const {
     if (logger_ == 0) return {};
     std::string reason = !node_miss_.empty() ? node_miss_ : describe_shape_miss(flight);
-    if (reason.empty()) reason = "Cache miss due to a new compiler function";
+    if (reason.empty()) reason = "Cache miss: the graph that was kept is gone";
     log_debug(logger_, reason);
     return reason;
   }

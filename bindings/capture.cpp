@@ -403,7 +403,7 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
 }  // namespace
 
 Captured capture(const CaptureRequest& request) {
-  OpenFrontEnd front_end(py::reinterpret_borrow<py::object>(request.compiler.factory.get())());
+  OpenFrontEnd front_end(py::reinterpret_borrow<py::object>(request.compiler.factory())());
   Captured captured;
   // torch's front end hands the graph to the compiler function at its end. That must not happen here, under the lock.
   const py::handle instance = front_end.get();

@@ -1,5 +1,7 @@
 #include "bindings/compilers.h"
 
+#include <algorithm>
+#include <deque>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -15,15 +17,26 @@ struct Registry {
   std::unordered_map<uint32_t, std::weak_ptr<Compiler>> by_number;
   std::unordered_multimap<Py_hash_t, std::weak_ptr<Compiler>> by_key;  // guarded by the caller of intern_compiler()
   uint32_t last_number = 0;
+  std::deque<std::shared_ptr<Compiler>> recent;  // latest first; under the GIL
 };
 Registry& registry() {
   static auto* const instance = std::make_unique<Registry>().release();
   return *instance;
 }
 
-void forget(uint32_t number) {
-  const std::lock_guard lock(registry().mutex);
-  registry().by_number.erase(number);
+constexpr size_t kRecent = 32;
+
+void note_use(const std::shared_ptr<Compiler>& compiler) {
+  auto& recent = registry().recent;
+  if (!recent.empty() && recent.front() == compiler) return;
+  std::shared_ptr<Compiler> oldest;  // goes when the list is whole again: that may run any code
+  const auto before = std::find(recent.begin(), recent.end(), compiler);
+  if (before != recent.end()) recent.erase(before);
+  recent.push_front(compiler);
+  if (recent.size() > kRecent) {
+    oldest = std::move(recent.back());
+    recent.pop_back();
+  }
 }
 
 }  // namespace
@@ -42,25 +55,46 @@ std::shared_ptr<Compiler> intern_compiler(const py::object& key, const py::objec
     }
   }
   for (auto& compiler : candidates) {
-    if (py::handle(compiler->key.get()).equal(key)) return compiler;
+    if (!py::handle(compiler->key()).equal(key)) continue;
+    note_use(compiler);
+    return compiler;
   }
-  std::shared_ptr<Compiler> made(
-      std::make_unique<Compiler>(Compiler{0, PyRef::borrow(key.ptr()), PyRef::borrow(factory.ptr())}).release(),
-      [](Compiler* compiler) {
-        forget(compiler->number);
-        const std::unique_ptr<Compiler> last(compiler);
-      });
+  auto made = std::make_shared<Compiler>(PyRef::borrow(key.ptr()), PyRef::borrow(factory.ptr()));
   {
     const std::lock_guard lock(all.mutex);
-    made->number = ++all.last_number;
-    all.by_number.emplace(made->number, made);
+    made->number_ = ++all.last_number;
+    all.by_number.emplace(made->number_, made);
   }
   all.by_key.emplace(hash, made);
   // Entries of compilers that are gone pile up under hashes that never come again.
   if (all.by_key.size() > 64 && all.by_key.size() > 2 * all.by_number.size()) {
     std::erase_if(all.by_key, [](const auto& entry) { return entry.second.expired(); });
   }
+  note_use(made);
   return made;
+}
+
+void forget_recent_compilers() {
+  std::deque<std::shared_ptr<Compiler>> recent;
+  recent.swap(registry().recent);
+}
+
+Compiler::~Compiler() {
+  {
+    const std::lock_guard lock(registry().mutex);
+    registry().by_number.erase(number_);
+  }
+  for (const auto& entry : kept_) {
+    if (const auto kept = entry.lock()) kept->let_go();
+  }
+}
+
+void Compiler::keep(const std::shared_ptr<Kept>& kept) {
+  const std::lock_guard lock(mutex_);
+  if (kept_.size() == kept_.capacity()) {
+    std::erase_if(kept_, [](const auto& entry) { return entry.expired(); });
+  }
+  kept_.push_back(kept);
 }
 
 std::shared_ptr<Compiler> find_compiler(uint32_t number) {

@@ -51,7 +51,7 @@ using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool>;
 retrograd::Options options_of(int backend, const std::shared_ptr<Compiler>& compiler, bool dynamic) {
   return retrograd::Options()
       .backend(static_cast<retrograd::Backend>(backend))
-      .compiler(compiler != nullptr ? compiler->number : 0, dynamic);
+      .compiler(compiler != nullptr ? compiler->number() : 0, dynamic);
 }
 
 void set_setting(PythonSetting s) {
@@ -163,9 +163,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("uninstall", &retrograd::uninstall, py::call_guard<py::gil_scoped_release>());
   m.def("is_installed", &retrograd::is_installed);
   py::class_<Compiler, std::shared_ptr<Compiler>>(m, "Compiler")
-      .def_property_readonly("number", [](const Compiler& c) { return c.number; })
+      .def_property_readonly("number", &Compiler::number)
       .def_property_readonly("factory",
-                             [](const Compiler& c) { return py::reinterpret_borrow<py::object>(c.factory.get()); });
+                             [](const Compiler& c) { return py::reinterpret_borrow<py::object>(c.factory()); });
   m.def("intern_compiler", &retrograd::bindings::intern_compiler);
   m.def("find_compiler", &retrograd::bindings::find_compiler);
 
@@ -199,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
       const py::gil_scoped_release no_gil;
       retrograd::cache_clear();
     }
+    retrograd::bindings::forget_recent_compilers();
     retrograd::bindings::drop_deferred();
   });
   m.def("current_autograd_node", &current_autograd_node);

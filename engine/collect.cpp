@@ -90,15 +90,12 @@ namespace {
 // Null when another thread holds the lock of a leaf's .grad at this moment.
 std::unique_ptr<Collected> try_collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
                                                    const edge_list& outputs, Collected::DynType default_type,
-                                                   bool track_origins, bool hand_over,
-                                                   std::vector<HandedLeaf>& handed) {
+                                                   bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed,
+                                                   std::span<const uint32_t> head) {
   handed.clear();
   auto collected = std::make_unique<Collected>(default_type);
   auto& call = collected->call;
-  // Paths of schedules are in the same trie; their keys are never this short.
-  collected->path.begin_key();
-  collected->path.put(uint8_t{0});
-  collected->path.end_key();
+  collected->path.append(std::as_bytes(head));
   for (size_t i = 0; i < outputs.size(); ++i) {
     call.node_calls.lookup(outputs[i].function).mark_output(static_cast<int>(outputs[i].input_nr), static_cast<int>(i));
   }
@@ -135,10 +132,11 @@ std::unique_ptr<Collected> try_collect_for_capture(std::span<Node* const> nodes,
 
 std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
                                                const edge_list& outputs, Collected::DynType default_type,
-                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed) {
+                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed,
+                                               std::span<const uint32_t> head) {
   for (;;) {
     if (auto collected =
-            try_collect_for_capture(nodes, needed, outputs, default_type, track_origins, hand_over, handed)) {
+            try_collect_for_capture(nodes, needed, outputs, default_type, track_origins, hand_over, handed, head)) {
       return collected;
     }
     std::this_thread::yield();  // holding nothing

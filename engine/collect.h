@@ -35,8 +35,9 @@ struct Collected {
 std::unique_ptr<Collected> collect(std::span<Node* const> nodes, bool accumulate, const edge_list& outputs);
 
 // For a capture by torch's own front end: all of `nodes`, AccumulateGrad included, in the order given, with the keys,
-// inputs and numbers that torch's compiled autograd gives them. `needed[i]` is false for a node that does not run
-// itself, only its tensor hooks and captures. With `track_origins`, every input remembers the node that brought it.
+// (`head` before them, as one more), inputs and numbers that torch's compiled autograd gives them. `needed[i]` is false
+// for a node that does not run itself, only its tensor hooks and captures. With `track_origins`, every input remembers
+// the node that brought it.
 //
 // With `hand_over`, AccumulateGrad nodes without hooks of their own that could look at .grad are left in `handed`; the
 // others give their .grad as an input, as in torch. Thread-local state must be that of the call (grad mode is part of
@@ -44,7 +45,8 @@ std::unique_ptr<Collected> collect(std::span<Node* const> nodes, bool accumulate
 std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std::span<const bool> needed,
                                                const edge_list& outputs,
                                                torch::dynamo::autograd::SizeInput::DynType default_type,
-                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed);
+                                               bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed,
+                                               std::span<const uint32_t> head = {});
 
 // Whether Python objects can be reached from these nodes: Python functions, Python hooks, or saved-tensor hooks that
 // were put on past the engine.

@@ -8,7 +8,6 @@ functions below, and the flags are properties of the module that read the callin
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import types
@@ -243,17 +242,6 @@ def install(replace: Callable[[Any, str, Any], None], on_undo: Callable[[Callabl
     on_undo(_importing.when_imported("torch._dynamo.compiled_autograd", _take_front_end))
 
 
-@functools.cache
-def _hide_from_dynamo() -> None:
-    """A backward inside a function that Dynamo compiles runs this package's functions under Dynamo's eyes.
-
-    Dynamo passes over torch's own in the same place.
-    """
-    from torch._dynamo import trace_rules
-
-    trace_rules.add("retrograd")
-
-
 def _take_front_end(front_end: Any) -> Callable[[], None]:
     names = {"_enable": _enable, "_disable": _disable, "reset": reset}
     previous = {name: getattr(front_end, name) for name in names}
@@ -261,8 +249,6 @@ def _take_front_end(front_end: Any) -> Callable[[], None]:
     for name, value in names.items():
         setattr(front_end, name, value)
     front_end.__class__ = FrontEndModule
-
-    _hide_from_dynamo()
 
     def undo() -> None:
         if type(front_end) is FrontEndModule:

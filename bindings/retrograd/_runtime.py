@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import _guards
 from torch._dynamo import compiled_autograd as front_end
+from torch._dynamo import trace_rules
 
 from retrograd import _dropin
+
+# A backward inside a function that Dynamo compiles runs this package's functions under Dynamo's eyes. It is to pass
+# over them, as it passes over torch's own in the same place.
+trace_rules.add("retrograd")
 
 Run = Callable[[list[Any], tuple[int, ...], list[Any], tuple[Any, ...], tuple[Any, ...]], Any]
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -1014,3 +1016,25 @@ def test_custom_front_end_may_be_used_by_several_threads() -> None:
         run_threads([work] * 4)
     expect_only_in_progress(tally)
     assert tally.captures == len(compiler.graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "first_use",
+    [
+        "import torch._dynamo",
+        "import torch._dynamo.compiled_autograd",
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))",
+    ],
+)
+def test_dynamo_may_be_imported_after_install(first_use: str) -> None:
+    program = f"""
+import sys, torch, retrograd
+retrograd.install()
+assert "torch._dynamo" not in sys.modules
+{first_use}
+assert type(torch._dynamo.compiled_autograd).__name__ == "FrontEndModule"
+retrograd.uninstall()
+assert type(torch._dynamo.compiled_autograd).__name__ == "module"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
