@@ -1,6 +1,7 @@
 // What stands between the engine and a backend that runs whole calls by compiled graphs: the order and the inputs of a
 // capture, leaves whose gradients are handed over, retained graphs, and the backend's place.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -295,6 +296,9 @@ void add_collected_post_accumulate_hook(const at::Tensor& variable, Args&&... ar
       variable, std::make_unique<CollectedPostAccumulateHook>(std::forward<Args>(args)...));
 }
 
+// The first key of every path, as the callable backend gives it: whose it is, and its mode.
+constexpr std::array<uint32_t, 2> kHead{7, 1};
+
 // A call as a backend prepares it: its nodes in capture order, behind a GraphRoot.
 struct Prepared {
   explicit Prepared(const variable_list& of, const variable_list& inputs = {}, bool accumulate = true,
@@ -319,7 +323,8 @@ struct Prepared {
 
   std::unique_ptr<Collected> collect(bool hand_over = true, bool track_origins = false,
                                      SizeInput::DynType type = SizeInput::STATIC) {
-    return collect_for_capture(nodes, {needed.get(), nodes.size()}, outputs, type, track_origins, hand_over, handed);
+    return collect_for_capture(nodes, {needed.get(), nodes.size()}, outputs, type, track_origins, hand_over, handed,
+                               kHead);
   }
   cache::Path keys(bool hand_over = true) { return std::move(collect(hand_over)->path); }
 
@@ -385,7 +390,7 @@ TEST_F(CollectForCapture, OneKeyForEachNodeInTheOrderGivenBehindOneOfItsOwn) {
   Prepared call({(x.exp() * x).sum()});
   const cache::Path path = call.keys();
   ASSERT_EQ(path.size(), call.nodes.size() + 1);
-  EXPECT_EQ(path[0].size(), 1U);
+  EXPECT_EQ(path[0].size(), sizeof(kHead));
   for (size_t k = 0; k < call.nodes.size(); ++k) {
     const Node& node = *call.nodes[k];
     const auto type = reinterpret_cast<uintptr_t>(&typeid(node));
@@ -512,8 +517,8 @@ TEST_F(CollectForCapture, PathsAreNoSchedulesPaths) {
   const Walked w = walked(*y.grad_fn());
   cache::Path schedules;
   append_keys(w.shape, schedules);
-  for (size_t k = 0; k < schedules.size(); ++k) EXPECT_GT(schedules[k].size(), 1U);
-  EXPECT_EQ(call.keys()[0].size(), 1U);
+  for (size_t k = 0; k < schedules.size(); ++k) EXPECT_GT(schedules[k].size(), sizeof(kHead));
+  EXPECT_EQ(call.keys()[0].size(), sizeof(kHead));
   EXPECT_FALSE(std::ranges::equal(call.keys()[0], schedules[0]));
   const auto for_tensors = collect(call.nodes, true, {});
   EXPECT_FALSE(std::ranges::equal(call.keys()[0], for_tensors->path[0]));
