@@ -527,7 +527,20 @@ std::optional<ScheduleReason> Backend::run(PreparedCall& call, CallFrame& frame,
 void set_up_callable_backend() {
   static Backend backend;
   set_callable_backend(&backend);
-  pthread_atfork(nullptr, nullptr, capture_after_fork_in_child);
+  pthread_atfork(
+      [] {
+        compilers_before_fork();
+        deferred_before_fork();
+      },
+      [] {
+        deferred_after_fork();
+        compilers_after_fork();
+      },
+      [] {
+        deferred_after_fork();
+        compilers_after_fork();
+        capture_after_fork_in_child();
+      });
 }
 
 at::Tensor call_cpp_tensor_pre_hook(size_t index, const at::Tensor& gradient) {

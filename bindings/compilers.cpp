@@ -79,6 +79,9 @@ void forget_recent_compilers() {
   recent.swap(registry().recent);
 }
 
+void compilers_before_fork() { registry().mutex.lock(); }
+void compilers_after_fork() { registry().mutex.unlock(); }
+
 Compiler::~Compiler() {
   {
     const std::lock_guard lock(registry().mutex);

@@ -53,6 +53,10 @@ std::shared_ptr<Compiler> intern_compiler(const pybind11::object& key, const pyb
 // Forgets which compilers were used last. Under the GIL.
 void forget_recent_compilers();
 
+// For fork(): between the two no other thread holds a lock of the registry's.
+void compilers_before_fork();
+void compilers_after_fork();
+
 // The compiler with this number; null when it is gone. Needs no GIL.
 std::shared_ptr<Compiler> find_compiler(uint32_t number);
 

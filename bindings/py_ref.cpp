@@ -43,6 +43,9 @@ void drop(PyObject* object) noexcept {
       nullptr);
 }
 
+void deferred_before_fork() { deferred().mutex.lock(); }
+void deferred_after_fork() { deferred().mutex.unlock(); }
+
 void drop_deferred() noexcept {
   std::vector<PyObject*> objects;
   {

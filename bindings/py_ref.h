@@ -15,6 +15,10 @@ void drop(PyObject* object) noexcept;
 // Empties that list. The caller holds the GIL.
 void drop_deferred() noexcept;
 
+// For fork(): between the two no other thread holds the list's lock.
+void deferred_before_fork();
+void deferred_after_fork();
+
 class PyRef {
  public:
   PyRef() = default;
