@@ -111,7 +111,7 @@ class Family final : public Kept {
       family_.attempts_ = 0;
     }
     // Under the GIL: `error` is the exception.
-    void fail(PyRef error) {
+    void fail(PyRef error) {  // the former one goes after the lock
       const std::lock_guard lock(family_.mutex_);
       ++family_.attempts_;
       std::swap(family_.last_error_, error);
@@ -128,7 +128,11 @@ class Family final : public Kept {
 
   // Under the GIL. The caller must not hold a Flight that is flying.
   [[noreturn]] void throw_last_error() const {
-    const std::lock_guard lock(mutex_);
+    PyRef cause;
+    {
+      const std::lock_guard lock(mutex_);  // what follows runs Python code
+      cause = PyRef::borrow(last_error_.get());
+    }
     const auto message = c10::str("the compiler function failed ", kMaxAttempts,
                                   " times for this graph, so it is not asked again (the last error is this error's "
                                   "cause); retrograd.cache_clear() makes it try again.");
@@ -136,9 +140,9 @@ class Family final : public Kept {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    if (last_error_) {
-      Py_INCREF(last_error_.get());
-      PyException_SetCause(value, last_error_.get());
+    if (cause) {
+      Py_INCREF(cause.get());
+      PyException_SetCause(value, cause.get());
     }
     PyErr_Restore(type, value, traceback);
     throw py::error_already_set();
@@ -351,6 +355,11 @@ class CallableCall {
     }
     if (!flight.flying()) return ScheduleReason::kCaptureInProgress;
 
+    std::string reason;
+    if (logger_ != 0) {  // before the lock: a logger may do anything
+      const py::gil_scoped_acquire gil;
+      reason = log_miss(flight);
+    }
     Captured captured;  // Python objects: filled, used and let go of under the GIL
     try {
       {
@@ -369,7 +378,7 @@ class CallableCall {
                             .accumulate = call_.accumulate,
                             .check_nans = check_nans_,
                             .compile_reasons = &flight.reasons(),
-                            .compile_reason = log_miss(flight)});
+                            .compile_reason = std::move(reason)});
       }
       const py::gil_scoped_acquire gil;
       drop_deferred();
@@ -399,7 +408,6 @@ class CallableCall {
 
   // Under the GIL. Logs why there was a miss, and returns it.
   std::string log_miss(const Family::Flight& flight) const {
-    if (logger_ == 0) return {};
     std::string reason = !node_miss_.empty() ? node_miss_ : describe_shape_miss(flight);
     if (reason.empty()) reason = "Cache miss: the graph that was kept is gone";
     log_debug(logger_, reason);

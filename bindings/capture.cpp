@@ -1,5 +1,6 @@
 #include "bindings/capture.h"
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -314,11 +315,40 @@ void ensure_validate_outputs(py::handle front_end) {
 }
 
 // What the node's outputs must look like, where they go. Copies, because the nodes that they go to may be in other
-// graphs too: every thread that trains one model has its AccumulateGrad nodes.
-using Metadata = std::vector<std::optional<InputMetadata>>;
+// graphs too: every thread that trains one model has its AccumulateGrad nodes. One copy for each input of a next node,
+// as several outputs may go to the same one.
+class NextMetadata {
+ public:
+  explicit NextMetadata(const Node& node) : edges_(node.next_edges()) {
+    for (const Edge& edge : edges_) {
+      if (edge.is_valid()) copies_.try_emplace(key(edge), edge.function->input_metadata(edge.input_nr));
+    }
+  }
+  template <class F>
+  void for_each_edge(const F& visit) {
+    for (const Edge& edge : edges_) {
+      if (edge.is_valid()) visit(copies_.at(key(edge)));
+    }
+  }
+  std::vector<std::optional<InputMetadata>> list() const {
+    std::vector<std::optional<InputMetadata>> list;
+    for (const Edge& edge : edges_) {
+      list.push_back(edge.is_valid() ? std::optional(copies_.at(key(edge))) : std::nullopt);
+    }
+    return list;
+  }
 
-variable_list validate_outputs(py::handle front_end, const Node& node, const Metadata& metadata,
+ private:
+  using Key = std::pair<const Node*, uint32_t>;
+  static Key key(const Edge& edge) { return {edge.function.get(), edge.input_nr}; }
+
+  const edge_list& edges_;
+  std::map<Key, InputMetadata> copies_;
+};
+
+variable_list validate_outputs(py::handle front_end, const Node& node, const NextMetadata& next,
                                variable_list outputs) {
+  const auto metadata = next.list();
   TORCH_CHECK(metadata.size() == outputs.size(), node.name(), " returned ", outputs.size(), " gradients for ",
               metadata.size(), " inputs.");
   // The graph of an AOT backward gives its outputs the right form itself, and a check behind it would keep the front
@@ -376,15 +406,15 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   SwapSavedVariables saved(request.collected.call, state, front_end.ptr(), call);
   const bool is_leaf = typeid(node) == typeid(torch::autograd::AccumulateGrad);
   variable_list outputs;
-  Metadata metadata = torch::dynamo::autograd::get_input_metadata(node.next_edges());
+  NextMetadata next(node);
   try {
     const auto leaf = handed.find(&node);
     outputs = leaf != handed.end() ? capture_handed_leaf(*leaf->second, inputs, saved, front_end.ptr())
                                    : node.apply_with_saved(inputs, saved);
     saved.debug_asserts();
-    saved.before(metadata);
-    outputs = validate_outputs(front_end, node, metadata, std::move(outputs));
-    saved.after(metadata);
+    next.for_each_edge([&](InputMetadata& metadata) { saved.before(metadata); });
+    outputs = validate_outputs(front_end, node, next, std::move(outputs));
+    next.for_each_edge([&](InputMetadata& metadata) { saved.after(metadata); });
     saved.debug_asserts();
   } catch (...) {
     put_back_node(saved, !is_leaf);
@@ -395,8 +425,8 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
     return front_end.attr("post_hook")(list, to_python_list(inputs), hook);
   });
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const Edge& next = node.next_edge(i);
-    if (next.is_valid() && outputs[i].defined()) add_gradient(front_end, buffers, next, outputs[i]);
+    const Edge& edge = node.next_edge(i);
+    if (edge.is_valid() && outputs[i].defined()) add_gradient(front_end, buffers, edge, outputs[i]);
   }
 }
 
