@@ -9,9 +9,9 @@ import pytest
 # torch.nn.Module for all threads meanwhile (docs/architecture.md). Read when torch is imported.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
-import torch  # noqa: E402
+import torch
 
-import retrograd  # noqa: E402
+import retrograd
 
 
 @pytest.fixture(scope="session", autouse=True)
