@@ -1299,7 +1299,7 @@ TEST_F(Retained, CallsNestedInACountedOnePassWhileARightIsHeld) {
   std::latch entered(1);
   std::latch asked(1);
   std::atomic<bool> passed{false};
-  std::jthread other([&] {
+  std::thread other([&] {
     const RetainedCall outer(true);
     entered.count_down();
     asked.wait();
@@ -1317,6 +1317,7 @@ TEST_F(Retained, CallsNestedInACountedOnePassWhileARightIsHeld) {
     asked.count_down();
     EXPECT_TRUE(eventually([&] { return passed.load(); }));
   }
+  other.join();
 }
 
 TEST_F(Retained, CallsOfTheChainOnOtherThreadsAreSubtracted) {
@@ -1336,34 +1337,36 @@ TEST_F(Retained, CallsOfTheChainOnOtherThreadsAreSubtracted) {
   EXPECT_FALSE(granted(true, inner));
 }
 
-// The two sides race: whoever has come in while the right is granted saw it, or was seen.
+// The two sides race: either the call that comes in sees the right, or the right sees the call.
 TEST_F(Retained, NobodyIsInsideWhileARightIsGranted) {
-  constexpr int kCaptures = 3'000;
   std::atomic<bool> stop{false};
   std::atomic<int> inside{0};
+  std::barrier start(3);
   std::vector<std::jthread> callers;
-  for (int i = 0; i < 3; ++i) {
-    callers.emplace_back([&] {
+  for (int i = 0; i < 2; ++i) {
+    callers.emplace_back([&, i] {
+      start.arrive_and_wait();
       while (!stop) {
-        const RetainedCall call(true);
-        ++inside;
+        {
+          const RetainedCall call(true);
+          ++inside;
+          if (i == 0) std::this_thread::yield();  // one stays, the other comes and goes
+          --inside;
+        }
         std::this_thread::yield();
-        --inside;
       }
     });
   }
   int rights = 0;
   int seen_inside = 0;
-  for (int i = 0; i < kCaptures || rights == 0; ++i) {
+  start.arrive_and_wait();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
+  EXPECT_TRUE(eventually([&] {
     const CaptureRight right(true, CallFrame{});
-    if (right.granted()) {
-      ++rights;
-      for (int k = 0; k < 5; ++k) {
-        seen_inside += inside;
-        std::this_thread::yield();
-      }
-    }
-  }
+    rights += right.granted() ? 1 : 0;
+    for (int k = 0; right.granted() && k < 50; ++k) seen_inside += inside;
+    return rights > 0 && std::chrono::steady_clock::now() > end;
+  }));
   stop = true;
   callers.clear();
   EXPECT_EQ(seen_inside, 0);
@@ -1967,6 +1970,13 @@ TEST_F(CallableBackends, CarriedSettingIsSeenByThreadsThatSetNothing) {
     EXPECT_EQ(seen, 1);
     const detail::Setting own = std::exchange(thread_context().setting, detail::Setting{});
     EXPECT_EQ(thread_context().in_force().mode, detail::Setting::Mode::kDisabled) << "outside, nothing is carried";
+    const at::Tensor later = x * 2;
+    later.register_hook([&](const at::Tensor&) {
+      EXPECT_EQ(thread_context().in_force().mode, detail::Setting::Mode::kDisabled) << "nor in the next call";
+      ++seen;
+    });
+    later.sum().backward();
+    EXPECT_EQ(seen, 2);
     thread_context().setting = own;
   }
 }
