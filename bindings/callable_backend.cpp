@@ -1,11 +1,12 @@
 #include "bindings/callable_backend.h"
 
+#include <algorithm>
+#include <array>
 #include <memory>
 #include <mutex>
 #include <pthread.h>
 #include <vector>
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -189,8 +190,7 @@ std::string describe_node_miss(const cache::Path& path, std::span<Node* const> n
 
 std::string describe_shape_miss(const Family::Flight& flight) {
   if (flight.changed().empty()) return {};
-  size_t symbolic = 0;
-  for (const SizeInput& size : flight.sizes()) symbolic += size.dyn_type == SizeInput::DYNAMIC ? 1 : 0;
+  const auto symbolic = std::ranges::count(flight.sizes(), SizeInput::DYNAMIC, &SizeInput::dyn_type);
   std::string list;
   for (const size_t i : flight.changed()) list += c10::str(list.empty() ? "" : ", ", "sizes[", i, "]");
   return c10::str("Cache miss due to ", flight.changed().size(), " changed tensor shapes (total of ", symbolic,
@@ -235,8 +235,6 @@ class Capturing {
   CallFrame& frame_;
 };
 
-py::object runtime_function(const char* name) { return py::module_::import("retrograd._runtime").attr(name); }
-
 py::tuple to_tuple(std::vector<c10::SafePyObject>& objects) {
   py::tuple tuple(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
@@ -256,12 +254,6 @@ py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in)
   if (object == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);
 }
-
-class Backend final : public CallableBackend {
- public:
-  std::optional<ScheduleReason> run(PreparedCall& call, CallFrame& frame,
-                                    c10::function_ref<void()> describe_task) override;
-};
 
 // The call as it goes through its stations.
 class CallableCall {
@@ -389,7 +381,8 @@ class CallableCall {
                   " object, not something callable: it must return what runs the graph.");
       auto result = std::make_shared<Compiled>();
       result->sizes = flight.sizes();
-      result->run = PyRef::borrow(runtime_function("make_runner")(made.runtime_wrapper, compiled).ptr());
+      const auto make_runner = py::module_::import("retrograd._runtime").attr("make_runner");
+      result->run = PyRef::borrow(make_runner(made.runtime_wrapper, compiled).ptr());
       compiled_ = result;
       flight.land(std::move(result));
     } catch (py::error_already_set& error) {
@@ -439,21 +432,8 @@ class CallableCall {
       py::object object = wrap_stand_in(variable, stand_ins[i]);
       PyList_SetItem(inputs.ptr(), static_cast<Py_ssize_t>(handed_[i].input), object.release().ptr());
     }
-    size_t symbolic = 0;
-    for (const SizeInput& size : compiled_->sizes) symbolic += size.dyn_type == SizeInput::DYNAMIC ? 1 : 0;
-    py::tuple sizes(symbolic);
-    for (size_t i = 0, next = 0; i < compiled_->sizes.size(); ++i) {
-      if (compiled_->sizes[i].dyn_type == SizeInput::DYNAMIC) sizes[next++] = args.all_size_inputs[i].value;
-    }
-    py::list scalars(args.lifted_ivalue_args.args.size());
-    for (size_t i = 0; i < scalars.size(); ++i) {
-      const c10::IValue& value = *args.lifted_ivalue_args.args[i].actual_ptr;
-      if (value.isInt() || value.isSymInt()) {
-        scalars[i] = value.toInt();
-      } else {
-        scalars[i] = value.toDouble();
-      }
-    }
+    py::tuple sizes = symbolic_sizes(compiled_->sizes, args.all_size_inputs);
+    py::list scalars = scalars_of(args);
     py::tuple hooks = to_tuple(args.hooks);
     py::tuple packed = to_tuple(args.packed_inputs);
 
@@ -520,15 +500,18 @@ class CallableCall {
   std::shared_ptr<const Compiled> compiled_;
 };
 
-std::optional<ScheduleReason> Backend::run(PreparedCall& call, CallFrame& frame,
-                                           c10::function_ref<void()> describe_task) {
-  for (const CallFrame* outer = &frame; outer != nullptr; outer = outer->parent) {
-    if (outer->capturing) return ScheduleReason::kInsideCapture;
+class Backend final : public CallableBackend {
+ public:
+  std::optional<ScheduleReason> run(PreparedCall& call, CallFrame& frame,
+                                    c10::function_ref<void()> describe_task) override {
+    for (const CallFrame* outer = &frame; outer != nullptr; outer = outer->parent) {
+      if (outer->capturing) return ScheduleReason::kInsideCapture;
+    }
+    auto compiler = find_compiler(call.setting.options.compiler());
+    if (compiler == nullptr) return ScheduleReason::kNoCompiler;
+    return CallableCall(call, frame, describe_task, std::move(compiler)).run();
   }
-  auto compiler = find_compiler(call.setting.options.compiler());
-  if (compiler == nullptr) return ScheduleReason::kNoCompiler;
-  return CallableCall(call, frame, describe_task, std::move(compiler)).run();
-}
+};
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_function.h>
@@ -119,7 +120,7 @@ void put_back(Stash& stash) {
 }
 template <auto kVariables, auto kTensors, auto kSymInts, auto kIValues>
 struct StashAccess {
-  // `members`: also tensors, which are the node's own members but for AccumulateGrad, where they are gone by now.
+  // `tensors`: tensors too, which are the node's own members but for AccumulateGrad, where they are gone by now.
   friend void put_back_node(SwapSavedVariables& saved, bool tensors) {
     put_back(saved.*kVariables);
     if (tensors) put_back(saved.*kTensors);
@@ -175,27 +176,12 @@ py::list origins_of(const std::vector<uint32_t>& origins, const CaptureRequest& 
   return list;
 }
 
-py::list scalars_of(const AutogradCompilerCall& call) {
-  py::list list;
-  for (const auto& argument : call.lifted_ivalue_args.args) {
-    const c10::IValue& value = *argument.actual_ptr;
-    if (value.isInt() || value.isSymInt()) {
-      list.append(value.toInt());
-    } else {
-      list.append(value.toDouble());
-    }
-  }
-  return list;
-}
-
 TraceState begin_capture(py::handle front_end, const CaptureRequest& request) {
   AutogradCompilerCall& call = request.collected.call;
-  py::list symbolic_sizes;
+  const py::tuple given_sizes = symbolic_sizes(request.sizes, request.sizes);
   std::vector<uint32_t> size_origins;
-  for (size_t i = 0; i < request.sizes.size(); ++i) {
-    if (request.sizes[i].dyn_type != SizeInput::DYNAMIC) continue;
-    symbolic_sizes.append(request.sizes[i].value);
-    if (!call.size_input_origins.empty()) size_origins.push_back(call.size_input_origins[i]);
+  for (size_t i = 0; i < call.size_input_origins.size(); ++i) {
+    if (request.sizes[i].dyn_type == SizeInput::DYNAMIC) size_origins.push_back(call.size_input_origins[i]);
   }
   py::list origins;
   origins.append(origins_of(call.tensor_args.input_origins, request));
@@ -203,8 +189,8 @@ TraceState begin_capture(py::handle front_end, const CaptureRequest& request) {
   origins.append(origins_of(call.lifted_ivalue_args.args_origins, request));
 
   const auto answer =
-      py::tuple(front_end.attr("begin_capture")(to_python_list(call.tensor_args.inputs), py::tuple(symbolic_sizes),
-                                                scalars_of(call), origins, request.accumulate, request.check_nans));
+      py::tuple(front_end.attr("begin_capture")(to_python_list(call.tensor_args.inputs), given_sizes, scalars_of(call),
+                                                origins, request.accumulate, request.check_nans));
   TORCH_CHECK(answer.size() == 4, "begin_capture must return four values.");
 
   const variable_list proxies = to_variable_list(answer[1]);
@@ -231,7 +217,7 @@ TraceState begin_capture(py::handle front_end, const CaptureRequest& request) {
   }
 
   const auto sizes = py::list(answer[2]);
-  TORCH_CHECK(sizes.size() == symbolic_sizes.size(), "begin_capture must return a size for every symbolic size.");
+  TORCH_CHECK(sizes.size() == given_sizes.size(), "begin_capture must return a size for every symbolic size.");
   std::vector<std::optional<c10::SymInt>> sym_sizes;
   size_t next = 0;
   for (const SizeInput& size : request.sizes) {
@@ -380,8 +366,7 @@ void add_gradient(py::handle front_end, InputBuffers& buffers, const Edge& edge,
 }
 
 void capture_node(py::handle front_end, const CaptureRequest& request, size_t k, TraceState& state,
-                  InputBuffers& buffers,
-                  const std::unordered_map<const Node*, torch::autograd::AccumulateGrad*>& handed) {
+                  InputBuffers& buffers, const std::unordered_set<const Node*>& handed) {
   Node& node = *request.nodes[k];
   NodeCall& call = request.collected.call.node_calls.lookup(node.getptr());
   set_node_origin(front_end, node, k);
@@ -408,9 +393,9 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   variable_list outputs;
   NextMetadata next(node);
   try {
-    const auto leaf = handed.find(&node);
-    outputs = leaf != handed.end() ? capture_handed_leaf(*leaf->second, inputs, saved, front_end.ptr())
-                                   : node.apply_with_saved(inputs, saved);
+    outputs = handed.contains(&node) ? capture_handed_leaf(static_cast<torch::autograd::AccumulateGrad&>(node), inputs,
+                                                           saved, front_end.ptr())
+                                     : node.apply_with_saved(inputs, saved);
     saved.debug_asserts();
     next.for_each_edge([&](InputMetadata& metadata) { saved.before(metadata); });
     outputs = validate_outputs(front_end, node, next, std::move(outputs));
@@ -432,6 +417,27 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
 
 }  // namespace
 
+py::list scalars_of(const AutogradCompilerCall& call) {
+  py::list list;
+  for (const auto& argument : call.lifted_ivalue_args.args) {
+    const c10::IValue& value = *argument.actual_ptr;
+    if (value.isInt() || value.isSymInt()) {
+      list.append(value.toInt());
+    } else {
+      list.append(value.toDouble());
+    }
+  }
+  return list;
+}
+
+py::tuple symbolic_sizes(std::span<const SizeInput> which, std::span<const SizeInput> values) {
+  py::list sizes;
+  for (size_t i = 0; i < which.size(); ++i) {
+    if (which[i].dyn_type == SizeInput::DYNAMIC) sizes.append(values[i].value);
+  }
+  return py::tuple(sizes);
+}
+
 Captured capture(const CaptureRequest& request) {
   OpenFrontEnd front_end(py::reinterpret_borrow<py::object>(request.compiler.factory())());
   Captured captured;
@@ -444,8 +450,8 @@ Captured capture(const CaptureRequest& request) {
 
   if (!request.handed.empty()) ensure_accumulate_grad(instance.ptr());
   const InterfaceGuard guard(std::make_unique<FrontEnd>());
-  std::unordered_map<const Node*, torch::autograd::AccumulateGrad*> handed;
-  for (const HandedLeaf& leaf : request.handed) handed.emplace(leaf.node, leaf.node);
+  std::unordered_set<const Node*> handed;
+  for (const HandedLeaf& leaf : request.handed) handed.insert(leaf.node);
   TraceState state = begin_capture(instance, request);
   InputBuffers buffers;
   for (size_t k = 0; k < request.nodes.size(); ++k) capture_node(instance, request, k, state, buffers, handed);

@@ -29,6 +29,12 @@ struct CaptureRequest {
   std::string compile_reason;                 // empty: none
 };
 
+// What a captured graph takes beside tensors, hooks and packed objects. Under the GIL.
+pybind11::list scalars_of(const torch::dynamo::autograd::AutogradCompilerCall& call);
+// The values of those sizes that are symbolic in `which`.
+pybind11::tuple symbolic_sizes(std::span<const torch::dynamo::autograd::SizeInput> which,
+                               std::span<const torch::dynamo::autograd::SizeInput> values);
+
 // What the front end made, before the compiler function saw it.
 struct Captured {
   pybind11::object

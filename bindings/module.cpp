@@ -105,23 +105,23 @@ void def_flag(py::module_& m, const char* name) {
   m.def((std::string("set_") + name).c_str(), [](Value value) { retrograd::thread_context().flags.*kFlag = value; });
 }
 
+// Counts of reasons, by the reasons' names.
+template <class Reason, size_t kCount>
+py::dict by_name(const std::array<uint64_t, kCount>& counts) {
+  py::dict named;
+  for (size_t i = 0; i < kCount; ++i) named[py::str(std::string(name(static_cast<Reason>(i))))] = counts[i];
+  return named;
+}
+
 py::dict stats() {
   const retrograd::Stats s = retrograd::stats();
-  py::dict reasons;
-  for (size_t i = 0; i < s.previous_calls.size(); ++i) {
-    reasons[py::str(std::string(retrograd::name(static_cast<retrograd::PreviousReason>(i))))] = s.previous_calls[i];
-  }
-  py::dict fallbacks;
-  for (size_t i = 0; i < s.callable_fallbacks.size(); ++i) {
-    fallbacks[py::str(std::string(retrograd::name(static_cast<retrograd::ScheduleReason>(i))))] =
-        s.callable_fallbacks[i];
-  }
   using namespace py::literals;
   return py::dict(
       "calls"_a =
           py::dict("schedule"_a = s.schedule_calls, "callable"_a = s.callable_calls, "previous"_a = s.previous_total()),
-      "previous_reasons"_a = reasons, "callable_fallbacks"_a = fallbacks, "captures"_a = s.captures, "hits"_a = s.hits,
-      "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
+      "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
+      "callable_fallbacks"_a = by_name<retrograd::ScheduleReason>(s.callable_fallbacks), "captures"_a = s.captures,
+      "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
       "seconds"_a = py::dict("walk"_a = s.walk_seconds, "lookup"_a = s.lookup_seconds, "run"_a = s.run_seconds),
       "cache"_a = py::dict("leaves"_a = s.cache_leaves, "nodes"_a = s.cache_nodes, "evictions"_a = s.cache_evictions));
 }
@@ -206,7 +206,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("note_ungated_hooks", &retrograd::note_ungated_hooks);
   m.def("set_stock_compiled_autograd_active", &retrograd::set_stock_compiled_autograd_active);
 
-  m.attr("MODE_INHERIT") = static_cast<int>(Setting::Mode::kInherit);
   m.attr("MODE_DISABLED") = static_cast<int>(Setting::Mode::kDisabled);
   m.attr("MODE_ENABLED") = static_cast<int>(Setting::Mode::kEnabled);
   m.attr("BACKEND_SCHEDULE") = static_cast<int>(retrograd::Backend::kSchedule);

@@ -149,12 +149,16 @@ PyObject* wrap_results(const variable_list& results, bool allow_unreachable) {
 
 // Whether a call that the stock engine will read keeps its graph, as far as its arguments can be understood.
 bool may_keep_graph(PyObject* args, PyObject* kwargs) {
-  const auto is_true = [](PyObject* object) { return object != nullptr && object != Py_False && object != Py_None; };
-  for (const Py_ssize_t i : {2, 3}) {  // keep_graph, create_graph
-    if (PyTuple_GET_SIZE(args) > i && is_true(PyTuple_GET_ITEM(args, i))) return true;
-  }
-  return kwargs != nullptr &&
-         (is_true(PyDict_GetItemString(kwargs, "keep_graph")) || is_true(PyDict_GetItemString(kwargs, "create_graph")));
+  const auto is_true = [&](Py_ssize_t place, const char* name) {
+    PyObject* object = nullptr;
+    if (PyTuple_GET_SIZE(args) > place) {  // as torch's own callers do
+      object = PyTuple_GET_ITEM(args, place);
+    } else if (kwargs != nullptr) {
+      object = PyDict_GetItemString(kwargs, name);
+    }
+    return object != nullptr && object != Py_False && object != Py_None;
+  };
+  return is_true(2, "keep_graph") || is_true(3, "create_graph");
 }
 
 PyObject* run_backward(PyObject* self, PyObject* args, PyObject* kwargs) {

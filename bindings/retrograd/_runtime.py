@@ -45,15 +45,9 @@ def make_runner(runtime_wrapper: Callable[..., Any], compiled: Callable[..., Any
 
 
 def _wrapped(runtime_wrapper: Callable[..., Any], compiled: Callable[..., Any]) -> Run:
-    def run(
-        inputs: list[Any],
-        sizes: tuple[int, ...],
-        scalars: list[Any],
-        hooks: tuple[Any, ...],
-        packed: tuple[Any, ...],
-    ) -> Any:
+    def run(*call: Any) -> Any:
         with _dropin.entering_region():
-            return runtime_wrapper(compiled, inputs, sizes, scalars, hooks, packed)
+            return runtime_wrapper(compiled, *call)
 
     return run
 

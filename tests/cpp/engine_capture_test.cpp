@@ -52,24 +52,10 @@ bool eventually(const Condition& condition) {
 }
 
 at::Tensor leaf(at::IntArrayRef sizes = {3}) { return at::rand(sizes).requires_grad_(); }
-at::Tensor whole(double value, at::IntArrayRef sizes = {2}) { return at::full(sizes, value).requires_grad_(); }
 
 Edge edge_to(const at::Tensor& tensor) { return torch::autograd::impl::gradient_edge(tensor); }
 
 // --- Capture order ---
-
-struct Walked {
-  GraphShape shape;
-  WalkedGraph graph;
-  std::unique_ptr<const Schedule> schedule;
-};
-
-Walked walked(Node& root, bool accumulate = true, const edge_list& outputs = {}) {
-  Walked w;
-  EXPECT_TRUE(walk(root, accumulate, outputs, w.shape, w.graph));
-  w.schedule = make_schedule(w.shape, w.graph.nodes);
-  return w;
-}
 
 struct Visit {
   Node* node;
@@ -131,19 +117,6 @@ class LastInFirstOut {
   std::unordered_set<Node*> outputs_;
   std::unordered_map<Node*, bool> needed_;
 };
-
-// Some edges into nodes of `graph`, now and then one twice, and now and then one into `elsewhere`.
-edge_list random_outputs(uint32_t seed, const RandomGraph& graph, const RandomGraph& elsewhere) {
-  std::mt19937 random(seed);
-  edge_list outputs;
-  for (size_t i = 0; i < 1 + seed % 4; ++i) {
-    const auto& from = random() % 6 == 0 ? elsewhere.nodes : graph.nodes;
-    const auto& node = from[random() % from.size()];
-    outputs.emplace_back(node, static_cast<uint32_t>(random() % node->num_inputs()));
-    if (random() % 4 == 0) outputs.push_back(outputs.back());
-  }
-  return outputs;
-}
 
 c10::intrusive_ptr<Node> random_roots(uint32_t seed, const RandomGraph& graph) {
   std::mt19937 random(seed);
@@ -228,15 +201,7 @@ TEST(CaptureOrder, IsFoundOnceByThreadsThatAskAtOnce) {
     const RandomGraph graph = random_graph(seed, 60, nullptr);
     const Walked w = walked(*graph.nodes.back());
     std::vector<std::span<const uint32_t>> orders(4);
-    std::barrier start(4);
-    std::vector<std::jthread> threads;
-    for (auto& order : orders) {
-      threads.emplace_back([&] {
-        start.arrive_and_wait();
-        order = w.schedule->capture_order();
-      });
-    }
-    threads.clear();
+    run_together(4, [&](int thread) { orders[static_cast<size_t>(thread)] = w.schedule->capture_order(); });
     for (const auto& order : orders) {
       EXPECT_EQ(order.data(), orders[0].data());
       EXPECT_EQ(order.size(), w.graph.nodes.size());
@@ -1073,18 +1038,7 @@ class HandOverByThreads : public EngineTest {
  protected:
   static constexpr int kThreads = 4;
 
-  // body(thread) on kThreads threads that start together.
-  static void run(const std::function<void(int thread)>& body) {
-    std::barrier start(kThreads);
-    std::vector<std::jthread> threads;
-    for (int i = 0; i < kThreads; ++i) {
-      threads.emplace_back([&, i] {
-        at::init_num_threads();
-        start.arrive_and_wait();
-        body(i);
-      });
-    }
-  }
+  static void run(const std::function<void(int thread)>& body) { run_together(kThreads, body); }
 };
 
 TEST_F(HandOverByThreads, NoGradientIsLost) {
@@ -2132,22 +2086,15 @@ TEST_F(CallableBackends, SharedModelOfThreadsOnBothEngines) {
   const at::Tensor v = whole(3, {kLarge});
   const at::Tensor shared = (w * w).sum();
   backend.body = [](PreparedCall& call, CallFrame&, auto describe_task) { return interpret(call, describe_task); };
-  std::barrier start(4);
-  std::vector<std::jthread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&, i] {
-      at::init_num_threads();
-      start.arrive_and_wait();
-      std::optional<Enable> on;
-      if (i < 2) on.emplace(compiled_by(1));
-      if (i == 2) on.emplace();
-      for (int k = 0; k < kCalls; ++k) {
-        (w * v + w).sum().backward();
-        if (k % 4 == 0) shared.backward({}, /*retain_graph=*/true);
-      }
-    });
-  }
-  threads.clear();
+  run_together(4, [&](int thread) {
+    std::optional<Enable> on;
+    if (thread < 2) on.emplace(compiled_by(1));
+    if (thread == 2) on.emplace();
+    for (int k = 0; k < kCalls; ++k) {
+      (w * v + w).sum().backward();
+      if (k % 4 == 0) shared.backward({}, /*retain_graph=*/true);
+    }
+  });
   EXPECT_TRUE(at::equal(w.grad(), at::full({kLarge}, 4 * (kCalls * 4.0 + kCalls / 4 * 4.0))));
   EXPECT_TRUE(at::equal(v.grad(), at::full({kLarge}, 4 * kCalls * 2.0)));
   EXPECT_EQ(backend.take_asked().size(), 2U * (kCalls + kCalls / 4));

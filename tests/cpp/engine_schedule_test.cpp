@@ -18,19 +18,6 @@ class OtherNode final : public Node {
   variable_list apply(variable_list&&) override { return variable_list(num_outputs()); }
 };
 
-struct Walked {
-  GraphShape shape;
-  WalkedGraph graph;
-  std::unique_ptr<const Schedule> schedule;
-};
-
-Walked walked(Node& root, bool accumulate = true, const edge_list& outputs = {}) {
-  Walked w;
-  EXPECT_TRUE(walk(root, accumulate, outputs, w.shape, w.graph));
-  w.schedule = make_schedule(w.shape, w.graph.nodes);
-  return w;
-}
-
 bool binds(const Walked& plan, Node& root) {
   std::vector<Node*> nodes;
   return plan.schedule->bind(root, nodes);

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <barrier>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/types.h>
 
+#include "engine/schedule.h"
 #include "engine/walk.h"
 #include "retrograd/retrograd.h"
 
@@ -321,10 +324,53 @@ inline RandomGraph random_graph(uint32_t seed, size_t size, Record* record) {
   return graph;
 }
 
+// Some edges into nodes of `graph`, now and then one twice, and now and then one into `elsewhere`.
+inline edge_list random_outputs(uint32_t seed, const RandomGraph& graph, const RandomGraph& elsewhere) {
+  std::mt19937 random(seed);
+  edge_list outputs;
+  for (size_t i = 0; i < 1 + seed % 4; ++i) {
+    const auto& from = random() % 6 == 0 ? elsewhere.nodes : graph.nodes;
+    const auto& node = from[random() % from.size()];
+    outputs.emplace_back(node, static_cast<uint32_t>(random() % node->num_inputs()));
+    if (random() % 4 == 0) outputs.push_back(outputs.back());
+  }
+  return outputs;
+}
+
+// A graph walked, and its schedule.
+struct Walked {
+  GraphShape shape;
+  WalkedGraph graph;
+  std::unique_ptr<const Schedule> schedule;
+};
+
+inline Walked walked(Node& root, bool accumulate = true, const edge_list& outputs = {}) {
+  Walked w;
+  EXPECT_TRUE(walk(root, accumulate, outputs, w.shape, w.graph));
+  w.schedule = make_schedule(w.shape, w.graph.nodes);
+  return w;
+}
+
 inline variable_list execute(const edge_list& roots, const variable_list& gradients, bool keep_graph = false,
                              bool accumulate = true, const edge_list& outputs = {}) {
   return torch::autograd::Engine::get_default_engine().execute(roots, gradients, keep_graph, /*create_graph=*/false,
                                                                accumulate, outputs);
+}
+
+// Whole numbers, so that sums are exact in any order.
+inline at::Tensor whole(double value, at::IntArrayRef sizes = {2}) { return at::full(sizes, value).requires_grad_(); }
+
+// Runs body(thread) on `threads` threads that start together.
+inline void run_together(int threads, const std::function<void(int thread)>& body) {
+  std::barrier start(threads);
+  std::vector<std::jthread> running;
+  for (int i = 0; i < threads; ++i) {
+    running.emplace_back([&, i] {
+      at::init_num_threads();
+      start.arrive_and_wait();
+      body(i);
+    });
+  }
 }
 
 inline at::Tensor pair_of(double a, double b) { return at::tensor({a, b}, at::kDouble); }

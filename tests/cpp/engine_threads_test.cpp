@@ -1,6 +1,5 @@
 // Many threads in backward at once: on models of their own, on one model, on one graph.
 #include <atomic>
-#include <barrier>
 #include <functional>
 #include <stdexcept>
 #include <thread>
@@ -16,22 +15,8 @@ constexpr int kCalls = 2'000;
 
 class Threads : public EngineTest {
  protected:
-  // Runs body(thread) on kThreads threads that start together.
-  static void run(const std::function<void(int thread)>& body) {
-    std::barrier start(kThreads);
-    std::vector<std::jthread> threads;
-    for (int i = 0; i < kThreads; ++i) {
-      threads.emplace_back([&, i] {
-        at::init_num_threads();
-        start.arrive_and_wait();
-        body(i);
-      });
-    }
-  }
+  static void run(const std::function<void(int thread)>& body) { run_together(kThreads, body); }
 };
-
-// Whole numbers, so that sums are exact in any order.
-at::Tensor whole(double value, at::IntArrayRef sizes = {2}) { return at::full(sizes, value).requires_grad_(); }
 
 TEST_F(Threads, SeparateModels) {
   reset_stats();

@@ -76,15 +76,8 @@ TEST_F(Walk, PrunedOrderIsTheStockEnginesOverRandomInputs) {
     SCOPED_TRACE(seed);
     const RandomGraph graph = random_graph(seed, 40, nullptr);
     const RandomGraph elsewhere = random_graph(seed + 1, 5, nullptr);
-    std::mt19937 random(seed);
-    edge_list outputs;
-    for (size_t i = 0; i < 1 + seed % 4; ++i) {
-      // Any node, leaf or not, sometimes one that cannot be reached, sometimes the root, sometimes twice.
-      const auto& from = random() % 6 == 0 ? elsewhere.nodes : graph.nodes;
-      const auto& node = from[random() % from.size()];
-      outputs.emplace_back(node, static_cast<uint32_t>(random() % node->num_inputs()));
-      if (random() % 4 == 0) outputs.push_back(outputs.back());
-    }
+    // Any node, leaf or not, sometimes one that cannot be reached, sometimes the root, sometimes twice.
+    const edge_list outputs = random_outputs(seed, graph, elsewhere);
     const auto& root = graph.nodes.back();
     for (const bool accumulate : {false, true}) {
       const auto expected = stock_order({Edge(root, 0)}, {pair_of(1, 2)}, accumulate, outputs, graph.nodes);
