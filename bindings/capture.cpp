@@ -12,6 +12,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include "bindings/compiler_interface.h"
 #include "bindings/functional_op.h"
 #include "engine/node_kind.h"
 
@@ -31,28 +32,6 @@ using torch::dynamo::autograd::TraceState;
 
 constexpr const char* kValidateOutputs = "validate_outputs";
 
-// --- The locks ---
-
-std::mutex*& capture_mutex() {
-  static std::mutex* mutex = std::make_unique<std::mutex>().release();
-  return mutex;
-}
-
-// Whether our interface is in libtorch's place. Guarded by the capture lock.
-bool interface_in_place = false;
-
-struct InterfaceGuard {
-  explicit InterfaceGuard(std::unique_ptr<torch::dynamo::autograd::PyCompilerInterface> interface)
-      : guard(std::move(interface)) {
-    interface_in_place = true;
-  }
-  ~InterfaceGuard() { interface_in_place = false; }
-  InterfaceGuard(const InterfaceGuard&) = delete;
-  InterfaceGuard& operator=(const InterfaceGuard&) = delete;
-
-  torch::dynamo::autograd::PyCompilerGuard guard;
-};
-
 // --- What nodes call while they are captured: our answers to libtorch's interface, each a method of the front end ---
 
 class FrontEnd : public PyCompilerInterface {
@@ -60,10 +39,12 @@ class FrontEnd : public PyCompilerInterface {
   std::string bind_function(PyObject* py_compiler, const std::string& fn_name, functional_apply_t fn,
                             std::vector<at::TypePtr> packed_args_schema, bool is_custom_function,
                             bool is_traceable) const override {
-    auto op = make_functional_op(std::move(fn), std::move(packed_args_schema));
-    return py::handle(py_compiler)
-        .attr("bind_function")(fn_name, op, is_custom_function, is_traceable)
-        .cast<std::string>();
+    auto name = py::handle(py_compiler)
+                    .attr("bind_function")(fn_name, make_functional_op(fn, std::move(packed_args_schema)),
+                                           is_custom_function, is_traceable)
+                    .cast<std::string>();
+    remember_function(name, std::move(fn));
+    return name;
   }
 
   variable_list call_function(PyObject* py_compiler, const char* method_name, const std::string& fn_name,
@@ -105,32 +86,6 @@ class FrontEnd : public PyCompilerInterface {
         .cast<at::Tensor>();
   }
 };
-
-// --- Putting a node back when it throws ---
-
-// A node that throws leaves itself with symbolic values: libtorch puts the real ones back only at the end. They are in
-// SwapSavedVariables, privately; access does not apply to explicit instantiations.
-template <class Stash>
-void put_back(Stash& stash) {
-  for (auto& [place, stashed] : stash) {
-    using Value = std::remove_const_t<std::remove_pointer_t<std::remove_const_t<decltype(place)>>>;
-    *const_cast<Value*>(place) = std::move(stashed.prior_value);
-  }
-  stash.clear();
-}
-template <auto kVariables, auto kTensors, auto kSymInts, auto kIValues>
-struct StashAccess {
-  // `tensors`: tensors too, which are the node's own members but for AccumulateGrad, where they are gone by now.
-  friend void put_back_node(SwapSavedVariables& saved, bool tensors) {
-    put_back(saved.*kVariables);
-    if (tensors) put_back(saved.*kTensors);
-    put_back(saved.*kSymInts);
-    put_back(saved.*kIValues);
-  }
-};
-void put_back_node(SwapSavedVariables& saved, bool tensors);
-template struct StashAccess<&SwapSavedVariables::stashed_variables, &SwapSavedVariables::stashed_tensors,
-                            &SwapSavedVariables::stashed_symints, &SwapSavedVariables::stashed_ivalues>;
 
 // --- The front end, open from begin_capture() to end_capture(), closed on every way out ---
 
@@ -478,20 +433,6 @@ void restore_validate_outputs() {
   }
   op.torchs = py::object();
   op.in_place = false;
-}
-
-CaptureLock::CaptureLock() : mutex_(*capture_mutex()) { mutex_.lock(); }
-CaptureLock::~CaptureLock() { mutex_.unlock(); }
-
-void capture_after_fork_in_child() {
-  // The old mutex may be held by a thread that is not here.
-  capture_mutex() = std::make_unique<std::mutex>().release();
-  if (!interface_in_place) return;
-  // Its interface would stay in libtorch's place for ever: the guard was that thread's. The only way to the place is
-  // the reference that libtorch gives out for reading.
-  auto& place = const_cast<std::unique_ptr<PyCompilerInterface>&>(torch::dynamo::autograd::getPyCompilerInterface());
-  static_cast<void>(place.release());  // not deleted: it may be in use by half-done work in this copy of memory
-  interface_in_place = false;
 }
 
 }  // namespace retrograd::bindings

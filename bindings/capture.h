@@ -5,12 +5,12 @@
 // is recorded instead of done, and then puts the real ones back.
 #pragma once
 
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include <torch/extension.h>
 
+#include "bindings/compiler_interface.h"
 #include "bindings/compilers.h"
 #include "engine/collect.h"
 
@@ -51,21 +51,5 @@ Captured capture(const CaptureRequest& request);
 // This puts torch's back, or none, as torch expects it when it captures after uninstall(). Under the GIL and the
 // capture lock.
 void restore_validate_outputs();
-
-// In a forked child: a capture that another thread was in is forgotten. See CaptureLock.
-void capture_after_fork_in_child();
-
-// The process's one capture at a time: libtorch has one place for the interface that nodes talk to. Taken without the
-// GIL and before it; held while tracing, never while a compiler function or a compiled one runs.
-class CaptureLock {
- public:
-  CaptureLock();
-  ~CaptureLock();
-  CaptureLock(const CaptureLock&) = delete;
-  CaptureLock& operator=(const CaptureLock&) = delete;
-
- private:
-  std::mutex& mutex_;
-};
 
 }  // namespace retrograd::bindings

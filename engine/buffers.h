@@ -35,6 +35,9 @@ class HostBuffers {
     return std::move(buffers_[step]);
   }
 
+  // What waits at a slot now; undefined if nothing does.
+  const at::Tensor& peek(size_t step, uint32_t input_nr) { return room(step)[input_nr]; }
+
   void add(const EdgeShape& edge, at::Tensor&& gradient, const Placement&, Node& target) {
     variable_list& buffer = room(edge.step);
     at::Tensor& waiting = buffer[edge.input_nr];

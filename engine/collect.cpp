@@ -27,7 +27,7 @@ template struct KeySizeAccess<&CompiledNodeArgs::_specialization_key_size>;
 void append_key(const Node& node, const CompiledNodeArgs& args, cache::Path& path) {
   path.begin_key();
   path.put(reinterpret_cast<uintptr_t>(&typeid(node)));
-  path.put_bytes(std::as_bytes(std::span(args.key().key, key_size(args))));
+  path.put_bytes(std::as_bytes(key_bytes(args)));
   path.end_key();
 }
 
@@ -59,6 +59,8 @@ bool has_python(Node& node) {
 }
 
 }  // namespace
+
+KeyBytes key_bytes(const CompiledNodeArgs& args) { return {args.key().key, key_size(args)}; }
 
 bool reaches_python(std::span<Node* const> nodes) {
   return ungated_hooks_exist() || std::any_of(nodes.begin(), nodes.end(), [](Node* node) { return has_python(*node); });

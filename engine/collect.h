@@ -48,6 +48,10 @@ std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std
                                                bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed,
                                                std::span<const uint32_t> head = {});
 
+// What a node's compiled_args put into its key: the whole of it, where CompiledNodeArgs::key() has at most 65,535 bytes.
+using KeyBytes = std::span<const uint8_t>;
+KeyBytes key_bytes(const torch::dynamo::autograd::CompiledNodeArgs& args);
+
 // Whether Python objects can be reached from these nodes: Python functions, Python hooks, or saved-tensor hooks that
 // were put on past the engine.
 bool reaches_python(std::span<Node* const> nodes);

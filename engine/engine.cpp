@@ -137,6 +137,7 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
     return previous().execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
   }
   call.schedule = found.schedule;
+  call.leaf = found.leaf.get();
   call.found = found.hit;
   find_streams(call);
 

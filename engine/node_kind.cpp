@@ -8,11 +8,15 @@
 
 namespace retrograd {
 
+bool is_generated(const std::type_info& type) {
+  // Mangled names of everything derivatives.yaml makes.
+  return std::string_view(type.name()).starts_with("N5torch8autograd9generated");
+}
+
 NodeKind node_kind(const std::type_info& type) {
   using namespace torch::autograd;
   if (type == typeid(AccumulateGrad)) return NodeKind::kAccumulate;
-  // Mangled names of everything derivatives.yaml makes.
-  if (std::string_view(type.name()).starts_with("N5torch8autograd9generated")) return NodeKind::kPlain;
+  if (is_generated(type)) return NodeKind::kPlain;
   // CopySlices is not here: it runs another node, which may be a user's.
   if (type == typeid(GraphRoot) || type == typeid(CopyBackwards) || type == typeid(Identity) ||
       type == typeid(UndefinedGrad) || type == typeid(UndefinedGradBackward)) {

@@ -13,6 +13,9 @@ enum class NodeKind : unsigned char {
 
 NodeKind node_kind(const std::type_info& type);
 
+// Whether libtorch's code generator made the type from a formula in derivatives.yaml.
+bool is_generated(const std::type_info& type);
+
 // A Python autograd.Function's node. Told by name: libtorch_python does not export the type, and the engine must
 // not link to it.
 bool is_python_node(const std::type_info& type);

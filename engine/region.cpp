@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "engine/callable.h"
+#include "engine/fused.h"
 #include "engine/gated_hooks.h"
 #include "engine/graph_task.h"
 #include "engine/stats.h"
@@ -60,19 +61,25 @@ class BackwardRegion final : public Node {
   }
 
   void run(GraphTask& task, CallFrame& frame) {
-    if (!run_callable(task, frame)) {
-      thread_stats().schedule_calls.add(1);
-      thread_stats().count_lookup(call_.found);
-      call_.schedule->run({.nodes = call_.nodes,
-                           .root_gradients = call_.single_root ? &call_.gradients : nullptr,
-                           .keep_graph = call_.keep_graph,
-                           .use_streams = call_.use_streams,
-                           .task = task,
-                           .describe_task = [&] { describe(task); },
-                           .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
-                           .frame = frame,
-                           .captured = call_.captured});
+    if (run_callable(task, frame)) return;
+    const auto describe_task = [&] { describe(task); };
+    const ScheduleRun run{.nodes = call_.nodes,
+                          .root_gradients = call_.single_root ? &call_.gradients : nullptr,
+                          .keep_graph = call_.keep_graph,
+                          .use_streams = call_.use_streams,
+                          .task = task,
+                          .describe_task = describe_task,
+                          .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
+                          .frame = frame,
+                          .captured = call_.captured};
+    if (call_.setting.options.compiler() == 0 && call_.setting.options.backend() == Backend::kInductor) {
+      const auto reason = run_fused(call_, run);
+      if (!reason) return;
+      thread_stats().count_fallback(*reason);
     }
+    thread_stats().schedule_calls.add(1);
+    thread_stats().count_lookup(call_.found);
+    call_.schedule->run(run);
   }
 
   // What the thread's compiler function made, if it asked for one; false: the schedule must answer.

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/node.h>
 
+#include "cache/leaf.h"
 #include "engine/context.h"
 #include "engine/schedule.h"
 
@@ -32,6 +33,7 @@ struct PreparedCall {
   std::vector<Node*> nodes{};  // by step
   std::vector<Node*> not_running{};
   const Schedule* schedule = nullptr;
+  cache::Leaf* leaf = nullptr;  // the graph's place in the cache
   bool found = false;  // the schedule was in the cache
 
   // Accelerator streams current on the calling thread, by device; empty when no node has a stream.

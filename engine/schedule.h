@@ -46,6 +46,7 @@ class Schedule {
   explicit Schedule(GraphShape shape);
 
   const GraphShape& shape() const { return shape_; }
+  NodeKind kind(uint32_t step) const { return kinds_[step]; }
 
   // The steps in the order in which torch's compiled autograd captures them: last in, first out, from step 0. Found at
   // the first call, by any thread.

@@ -14,6 +14,11 @@ constexpr double kNanosecond = 1e-9;
 void accumulate(Stats& total, const ThreadStats& t) {
   total.schedule_calls += t.schedule_calls.get();
   total.callable_calls += t.callable_calls.get();
+  total.fused_calls += t.fused_calls.get();
+  total.fused_groups += t.fused_groups.get();
+  total.unfused_groups += t.unfused_groups.get();
+  total.recordings += t.recordings.get();
+  total.plans += t.plans.get();
   total.captures += t.captures.get();
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] += t.previous_calls[i].get();
   for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
@@ -31,6 +36,11 @@ void accumulate(Stats& total, const ThreadStats& t) {
 void subtract(Stats& total, const Stats& base) {
   total.schedule_calls -= base.schedule_calls;
   total.callable_calls -= base.callable_calls;
+  total.fused_calls -= base.fused_calls;
+  total.fused_groups -= base.fused_groups;
+  total.unfused_groups -= base.unfused_groups;
+  total.recordings -= base.recordings;
+  total.plans -= base.plans;
   total.captures -= base.captures;
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] -= base.previous_calls[i];
   for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
@@ -159,6 +169,16 @@ std::string_view name(ScheduleReason reason) noexcept {
       return "inside_capture";
     case ScheduleReason::kNoCompiler:
       return "no_compiler";
+    case ScheduleReason::kWarmingUp:
+      return "warming_up";
+    case ScheduleReason::kCompiling:
+      return "compiling";
+    case ScheduleReason::kNotFusable:
+      return "not_fusable";
+    case ScheduleReason::kTooManyKeys:
+      return "too_many_keys";
+    case ScheduleReason::kStreams:
+      return "streams";
     case ScheduleReason::kCount:
       break;
   }

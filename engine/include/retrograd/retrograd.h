@@ -23,6 +23,14 @@ namespace retrograd {
 enum class Backend : uint8_t {
   // The graph's own nodes in the stock engine's order, from a precomputed plan. Any node type, bit-identical.
   kSchedule = 0,
+  // Groups of nodes fused and compiled by AOTInductor; what cannot be compiled, or is not yet, runs as on the schedule.
+  kInductor = 1,
+};
+
+// When a backend that compiles does so.
+enum class Mode : uint8_t {
+  kBackground = 0,  // a graph runs on the schedule until it is hot and its plans are there
+  kBlocking = 1,    // at first sight, while the call waits
 };
 
 // How a thread wants its backward calls to run. A value type; setters return *this so that they chain.
@@ -33,6 +41,12 @@ class Options {
     return *this;
   }
   constexpr Backend backend() const noexcept { return backend_; }
+
+  constexpr Options& mode(Mode value) noexcept {
+    mode_ = value;
+    return *this;
+  }
+  constexpr Mode mode() const noexcept { return mode_; }
 
   // A compiler function in Python, by the number that the Python package gave it; 0: none, backend() counts. With
   // `dynamic`, every size that it sees is symbolic from the start; else only those that were seen to change.
@@ -47,6 +61,7 @@ class Options {
  private:
   uint32_t compiler_ = 0;
   Backend backend_ = Backend::kSchedule;
+  Mode mode_ = Mode::kBackground;
   bool dynamic_ = false;
 };
 
@@ -113,13 +128,19 @@ enum class PreviousReason : uint8_t {
 // The name of a reason as stats() in Python gives it, such as "not_enabled".
 std::string_view name(PreviousReason reason) noexcept;
 
-// Why a call of a thread that asked for a compiler function ran on the schedule.
+// Why a call of a thread that asked for compiled plans or for a compiler function ran on the schedule.
 enum class ScheduleReason : uint8_t {
   kCreateGraph,        // create_graph=True: a captured graph cannot be differentiated again
   kCaptureInProgress,  // another thread is capturing or compiling this very graph
   kGraphInUse,         // a retained graph, which other threads may be using, must not be captured now
   kInsideCapture,      // called by code that runs while this call chain captures
-  kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile
+  kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile; or
+                       // nothing in this process can compile
+  kWarmingUp,          // in background mode: not called often enough yet
+  kCompiling,          // in background mode: its plans are not ready yet
+  kNotFusable,         // no two nodes of it can be compiled together
+  kTooManyKeys,        // its shapes or constants keep changing
+  kStreams,            // it runs on accelerator streams
   kCount
 };
 // The name of a reason as stats() in Python gives it, such as "create_graph".
@@ -130,6 +151,11 @@ std::string_view name(ScheduleReason reason) noexcept;
 struct Stats {
   uint64_t schedule_calls = 0;
   uint64_t callable_calls = 0;  // ran what a compiler function made
+  uint64_t fused_calls = 0;     // ran at least one compiled group
+  uint64_t fused_groups = 0;    // groups that ran compiled
+  uint64_t unfused_groups = 0;  // groups that ran node by node, in calls that looked for compiled ones
+  uint64_t recordings = 0;      // groups recorded from a live graph
+  uint64_t plans = 0;           // plans compiled, or found compiled
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
   std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks{};  // part of schedule_calls
   uint64_t captures = 0;      // graphs captured for compiler functions, failed attempts included

@@ -1,0 +1,64 @@
+// Recording: what a group of nodes would do, taken from the live graph in about a millisecond, to be traced later.
+//
+// Each node is asked once, with its saved tensors swapped for placeholders, which function it would call with which
+// arguments; then it is as before. The record refers to nothing of the graph and holds no memory of its tensors. Tracing
+// calls the recorded functions on fake tensors, on any thread, at any time.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include <torch/extension.h>
+
+#include "engine/group_site.h"
+
+namespace retrograd::bindings {
+
+class Recording {
+ public:
+  // From the live graph. Under the capture lock, without the GIL. The graph is as before, however it ends. `failed` is
+  // the member that cannot be recorded; the recording is then null.
+  static std::shared_ptr<Recording> make(const GroupRequest& request, int32_t& failed);
+
+  // Stand-ins for the inputs, gradients first, with their geometry, dtype and device but no memory; undefined where
+  // the group gets no gradient.
+  const variable_list& inputs() const { return inputs_; }
+  int threads() const { return threads_; }
+  const std::string& content() const { return content_; }
+  size_t num_outputs() const { return num_outputs_; }
+  std::string name() const;
+
+  // Calls what was recorded on `fakes`, one for each of inputs(), under whatever modes are in force: the group's
+  // outputs, undefined where it gives none. No two of them share memory with each other or with an input. Under the
+  // GIL. An exception leaves `failed` at the member that raised it, or at -1.
+  variable_list trace(const variable_list& fakes, int32_t& failed) const;
+
+ private:
+  struct SlicesGeometry {  // of a node that wraps another one (CopySlices)
+    at::TensorGeometry base, view;
+    std::vector<bool> needs_input_grad;
+  };
+  struct Member {
+    std::string function;
+    torch::autograd::ivalue_list arguments;
+    std::optional<SlicesGeometry> slices;
+    std::vector<std::optional<torch::autograd::InputMetadata>> next;  // by edge
+    size_t num_inputs = 0;
+    bool called = false;
+  };
+  class Recorder;
+
+  variable_list call(const Member& member, const variable_list& gradients, const variable_list& fakes) const;
+  c10::IValue with_fakes(const c10::IValue& value, const variable_list& fakes) const;
+
+  Group group_;
+  std::vector<Member> members_;
+  variable_list inputs_;
+  std::unordered_map<const c10::TensorImpl*, size_t> index_of_;  // of the placeholders in arguments
+  std::vector<std::optional<at::TensorGeometry>> leaf_layouts_;  // by output
+  int threads_ = 1;
+  size_t num_outputs_ = 0;
+  std::string content_;  // equal for groups that one plan serves, in any process
+};
+
+}  // namespace retrograd::bindings

@@ -1,0 +1,314 @@
+#include "engine/fused.h"
+
+#include <atomic>
+#include <cstdlib>
+
+#include "cache/leaf.h"
+#include "engine/buffers.h"
+#include "engine/group_site.h"
+#include "engine/node_kind.h"
+#include "engine/partition.h"
+#include "engine/stats.h"
+#include "engine/step_runner.h"
+
+namespace retrograd {
+namespace {
+
+constexpr size_t kMinMembers = 2;
+
+// A group whose values keep changing is not compiled over and over: past this many keys it runs by its nodes.
+constexpr size_t kMaxEntries = 16;
+
+std::atomic<GroupCompiler*> compiler_in_place{nullptr};
+
+// In background mode a graph is compiled from this many calls on.
+uint32_t hot_after() {
+  static const uint32_t calls = [] {
+    const char* const text = std::getenv("RETROGRAD_HOT_AFTER");
+    const int number = text != nullptr ? std::atoi(text) : 0;
+    return number > 0 ? static_cast<uint32_t>(number) : 3U;
+  }();
+  return calls;
+}
+
+struct CutGraph {
+  explicit CutGraph(Partition cut) : partition(std::move(cut)), sites(partition.groups.size()) {}
+
+  const Partition partition;
+  mutable std::vector<cache::Leaf> sites;  // by group: its entries by key
+};
+
+// All that the fused backend keeps for one graph. Held by the graph's leaf.
+class FusedGraph {
+ public:
+  explicit FusedGraph(const Schedule& schedule)
+      : schedule_(schedule), refused_(schedule.shape().steps.size()) {}
+
+  // By the calls of all threads so far, this one included; approximate.
+  uint32_t count_call() const noexcept {
+    const uint32_t calls = calls_.load(std::memory_order_relaxed) + 1;
+    calls_.store(calls, std::memory_order_relaxed);
+    return calls;
+  }
+
+  // From now on the node of `step` runs by itself.
+  void refuse(uint32_t step) const noexcept { refused_[step].store(true, std::memory_order_relaxed); }
+
+  // How the graph is cut, given which nodes have hooks at this moment.
+  const CutGraph& cut(std::span<Node* const> nodes) const {
+    const GraphShape& shape = schedule_.shape();
+    thread_local std::vector<std::byte> key;
+    key.assign(shape.steps.size(), std::byte{0});
+    for (uint32_t k = 0; k < nodes.size(); ++k) key[k] = std::byte{may_join(k, *nodes[k]) ? uint8_t{1} : uint8_t{0}};
+    const void* found = cuts_.find(key);
+    if (found == nullptr) {
+      // Takes microseconds and runs no user code: threads that want the same one wait.
+      found = cuts_.get_or_build(key, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
+        std::vector<bool> fusable(key.size());
+        for (size_t k = 0; k < key.size(); ++k) fusable[k] = key[k] != std::byte{0};
+        return std::make_shared<const CutGraph>(make_partition(shape, fusable, kMinMembers));
+      });
+    }
+    return *static_cast<const CutGraph*>(found);
+  }
+
+ private:
+  bool may_join(uint32_t k, Node& node) const {
+    const StepShape& step = schedule_.shape().steps[k];
+    return step.needed && step.num_captures == 0 && !refused_[k].load(std::memory_order_relaxed) &&
+           !runs_user_code(node, NodeKind::kPlain) && may_be_fused(node);
+  }
+
+  const Schedule& schedule_;
+  mutable std::atomic<uint32_t> calls_{0};
+  mutable std::vector<std::atomic<bool>> refused_;  // by step
+  mutable cache::Leaf cuts_;                        // CutGraphs by the steps that may join a group
+};
+
+const FusedGraph& fused_graph(PreparedCall& call) {
+  constexpr std::byte kKey{'F'};
+  const cache::KeyView key(&kKey, 1);
+  const void* found = call.leaf->find(key);
+  if (found == nullptr) {
+    found = call.leaf->get_or_build(key, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
+      return std::make_shared<const FusedGraph>(*call.schedule);
+    });
+  }
+  return *static_cast<const FusedGraph*>(found);
+}
+
+// One call.
+class FusedRun {
+ public:
+  FusedRun(PreparedCall& call, const ScheduleRun& run, const FusedGraph& graph, const CutGraph& cut)
+      : call_(call), run_(run), shape_(call.schedule->shape()), graph_(graph), cut_(cut), buffers_(shape_, run),
+        steps_(*call.schedule, run, buffers_), done_(shape_.steps.size(), false) {}
+  ~FusedRun() { run_.frame.current_node = nullptr; }
+  FusedRun(const FusedRun&) = delete;
+  FusedRun& operator=(const FusedRun&) = delete;
+
+  void run() {
+    ThreadStats& stats = thread_stats();
+    for (const Partition::Item& item : cut_.partition.items) {
+      if (!item.is_group) {
+        run_step(item.index);
+      } else if (!run_group(item.index)) {
+        run_rest();
+        break;
+      }
+    }
+    (compiled_groups_ > 0 ? stats.fused_calls : stats.schedule_calls).add(1);
+    stats.fused_groups.add(compiled_groups_);
+    stats.unfused_groups.add(cut_.partition.groups.size() - compiled_groups_);
+    stats.count_lookup(compiled_groups_ == cut_.partition.groups.size());
+    if (compiled_groups_ == 0) stats.count_fallback(reason_);
+  }
+
+ private:
+  void run_step(uint32_t k) {
+    done_[k] = true;
+    if (C10_UNLIKELY(!starved_.empty()) && starved_[k]) {
+      starve_targets(k, 0);
+      return;
+    }
+    steps_.run(k, [&](size_t count) {
+      if (C10_UNLIKELY(count != shape_.steps[k].num_edges && shape_.steps[k].needed)) starve_targets(k, count);
+    });
+  }
+
+  // A post-hook returned fewer gradients than the step has edges: the steps at the others never come.
+  void starve_targets(uint32_t k, size_t first) {
+    if (starved_.empty()) starved_.resize(shape_.steps.size(), false);
+    for (const EdgeShape& edge : shape_.edges_of(shape_.steps[k]).subspan(first)) {
+      if (edge.step != kNoStep) starved_[edge.step] = true;
+    }
+  }
+
+  // In the stock engine's order, as the schedule does.
+  void run_rest() {
+    for (uint32_t k = 0; k < shape_.steps.size(); ++k) {
+      if (!done_[k]) run_step(k);
+    }
+  }
+
+  // False: a node of the group has something to report, or must run by itself; it does so when its turn comes in the
+  // stock engine's order.
+  bool run_group(uint32_t g) {
+    const Group& group = cut_.partition.groups[g];
+    if (!starved_.empty()) {
+      run_members(group);
+      return true;
+    }
+    members_.clear();
+    for (const uint32_t k : group.steps) members_.push_back(call_.nodes[k]);
+    targets_.clear();
+    for (const EdgeShape& output : group.outputs) targets_.push_back(call_.nodes[output.step]);
+
+    inputs_.emplace();
+    inputs_->gradients.reserve(group.inputs.size());
+    for (const GroupInput& input : group.inputs) {
+      inputs_->gradients.push_back(buffers_.peek(group.steps[input.member], input.input_nr));
+    }
+    thread_local cache::Path path;
+    const Collecting collecting = collect_group(group, members_, targets_, *inputs_, path);
+    const GroupPlan* plan = nullptr;
+    switch (collecting.obstacle) {
+      case GroupObstacle::kSavedTensorHooks:
+      case GroupObstacle::kUntraceable:
+        graph_.refuse(group.steps[collecting.member]);
+        inputs_.reset();
+        return false;
+      case GroupObstacle::kError:
+        inputs_.reset();
+        return false;
+      case GroupObstacle::kTensorKind:
+        reason_ = ScheduleReason::kNotFusable;
+        break;
+      case GroupObstacle::kNone:
+        plan = find_plan(group, cut_.sites[g], path[0]);
+        break;
+    }
+    if (plan == nullptr) {
+      inputs_.reset();  // before nodes run: what they saved must be theirs alone
+      run_members(group);
+    } else {
+      run_plan(*plan, group);
+    }
+    return true;
+  }
+
+  void run_members(const Group& group) {
+    for (const uint32_t k : group.steps) run_step(k);
+  }
+
+  const GroupPlan* find_plan(const Group& group, cache::Leaf& leaf, cache::KeyView key) {
+    const void* found = leaf.find(key);
+    if (found == nullptr) {
+      if (leaf.plan_count() >= kMaxEntries) {
+        reason_ = ScheduleReason::kTooManyKeys;
+        return nullptr;
+      }
+      found = leaf.get_or_build(key, cache::Wait::kYes, []() -> std::shared_ptr<const void> {
+        auto holder = std::make_shared<const std::shared_ptr<const GroupEntry>>(std::make_shared<const GroupEntry>());
+        return holder;
+      });
+    }
+    const auto& entry = *static_cast<const std::shared_ptr<const GroupEntry>*>(found);
+    if (const GroupPlan* plan = entry->plan()) return plan;
+    make_plan(group, entry, leaf.plan_count() == 1 ? 1 : hot_after());
+    return entry->plan();
+  }
+
+  void make_plan(const Group& group, const std::shared_ptr<const GroupEntry>& entry, uint32_t after) {
+    const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
+    using State = GroupEntry::State;
+    if (entry->state() == State::kCold) {
+      if (!blocking && !entry->is_hot(after)) {
+        reason_ = ScheduleReason::kWarmingUp;
+        return;
+      }
+      GroupCompiler* const compiler = group_compiler();
+      if (compiler == nullptr) {
+        reason_ = ScheduleReason::kNoCompiler;
+        return;
+      }
+      if (entry->claim()) {
+        steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
+        if (!compiler->make({group, members_, targets_, *inputs_, entry, blocking}, call_, run_.frame)) {
+          reason_ = ScheduleReason::kGraphInUse;
+          return;
+        }
+      }
+    }
+    reason_ = ScheduleReason::kCompiling;
+    if (entry->state() == State::kRefused) {
+      reason_ = ScheduleReason::kNotFusable;
+      if (const int32_t member = entry->refused_member(); member >= 0) {
+        graph_.refuse(group.steps[static_cast<size_t>(member)]);
+      }
+    }
+  }
+
+  void run_plan(const GroupPlan& plan, const Group& group) {
+    RECORD_FUNCTION("retrograd: fused group", c10::ArrayRef<const c10::IValue>());
+    variable_list given;
+    given.reserve(plan.io().inputs.size());
+    const size_t num_gradients = inputs_->gradients.size();
+    for (const uint32_t i : plan.io().inputs) {
+      given.push_back(i < num_gradients ? inputs_->gradients[i] : inputs_->tensors()[i - num_gradients]);
+    }
+    inputs_.reset();
+    for (const uint32_t k : group.steps) {
+      done_[k] = true;
+      buffers_.take(k);
+      if (call_.keep_graph) continue;
+      call_.nodes[k]->will_release_variables();
+      call_.nodes[k]->release_variables();
+    }
+    variable_list results = plan.run(std::move(given));
+    for (size_t k = 0; k < group.outputs.size(); ++k) {
+      const int32_t result = plan.io().outputs[k];
+      if (result < 0) continue;
+      const EdgeShape& target = group.outputs[k];
+      buffers_.add(target, std::move(results[static_cast<size_t>(result)]), {}, *call_.nodes[target.step]);
+    }
+    ++compiled_groups_;
+  }
+
+  PreparedCall& call_;
+  const ScheduleRun& run_;
+  const GraphShape& shape_;
+  const FusedGraph& graph_;
+  const CutGraph& cut_;
+  HostBuffers buffers_;
+  StepRunner<HostBuffers> steps_;
+  std::vector<bool> done_;     // by step
+  std::vector<bool> starved_;  // by step; empty in all but the strangest calls
+  std::vector<Node*> members_, targets_;  // of the group at hand
+  std::optional<GroupInputs> inputs_;     // of the group at hand
+  size_t compiled_groups_ = 0;
+  ScheduleReason reason_ = ScheduleReason::kNotFusable;
+};
+
+}  // namespace
+
+void set_group_compiler(GroupCompiler* compiler) noexcept {
+  compiler_in_place.store(compiler, std::memory_order_release);
+}
+GroupCompiler* group_compiler() noexcept { return compiler_in_place.load(std::memory_order_acquire); }
+
+std::optional<ScheduleReason> run_fused(PreparedCall& call, const ScheduleRun& run) {
+  if (call.create_graph) return ScheduleReason::kCreateGraph;
+  if (call.use_streams) return ScheduleReason::kStreams;
+  if (call.leaf == nullptr) return ScheduleReason::kNotFusable;
+  const FusedGraph& graph = fused_graph(call);
+  if (call.setting.options.mode() == Mode::kBackground && graph.count_call() < hot_after()) {
+    return ScheduleReason::kWarmingUp;
+  }
+  const CutGraph& cut = graph.cut(call.nodes);
+  if (cut.partition.groups.empty()) return ScheduleReason::kNotFusable;
+  FusedRun(call, run, graph, cut).run();
+  return std::nullopt;
+}
+
+}  // namespace retrograd

@@ -1,0 +1,195 @@
+#include "engine/group_key.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+
+#include "engine/collect.h"
+#include "engine/gated_hooks.h"
+#include "engine/node_kind.h"
+
+namespace retrograd {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::CopySlices;
+using torch::autograd::InputMetadata;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::NodeCall;
+
+// Wider nodes (a cat of hundreds of tensors) have keys and graphs out of proportion to what fusing them saves.
+constexpr size_t kMaxEdges = 64;
+
+void put_symints(cache::Path& path, c10::SymIntArrayRef values, bool& symbolic) {
+  path.put(static_cast<uint32_t>(values.size()));
+  for (const c10::SymInt& value : values) {
+    const auto number = value.maybe_as_int();
+    symbolic |= !number;
+    path.put(number.value_or(0));
+  }
+}
+
+void put_type(cache::Path& path, const std::type_info& type, KeyForm form) {
+  if (form == KeyForm::kFast) {
+    path.put(reinterpret_cast<uintptr_t>(&type));
+    return;
+  }
+  const std::string_view name(type.name());
+  path.put(static_cast<uint32_t>(name.size()));
+  path.put_bytes(std::as_bytes(std::span(name)));
+}
+
+// How the members hang together. A fast key needs none of it: the place in the cache says it.
+void put_structure(cache::Path& path, const Group& group) {
+  path.put(static_cast<uint32_t>(group.steps.size()));
+  for (const uint32_t first : group.first_edge) path.put(first);
+  for (const GroupEdge& edge : group.edges) {
+    path.put(static_cast<uint8_t>(edge.to));
+    path.put(edge.index);
+    path.put(edge.input_nr);
+  }
+  for (const GroupInput& input : group.inputs) {
+    path.put(input.member);
+    path.put(input.input_nr);
+  }
+  path.put(static_cast<uint32_t>(group.outputs.size()));
+}
+
+void put_options(cache::Path& path, const c10::TensorOptions& options) {
+  path.put(static_cast<int8_t>(c10::typeMetaToScalarType(options.dtype())));
+  path.put(static_cast<int8_t>(options.device().type()));
+  path.put(options.device().index());
+  path.put(static_cast<int8_t>(options.layout()));
+}
+
+// What outputs are validated against. False for what no plan can serve.
+bool put_metadata(cache::Path& path, const InputMetadata& metadata) {
+  if (metadata.is_nested_tensor() || metadata.is_tensor_subclass()) return false;
+  put_options(path, metadata.options());
+  const auto grad_dtype = metadata.grad_dtype();
+  path.put(static_cast<int8_t>(grad_dtype ? static_cast<int8_t>(*grad_dtype) : -1));
+  bool symbolic = false;
+  put_symints(path, c10::SymIntArrayRef(metadata.shape_as_dim_vector()), symbolic);
+  return !symbolic;
+}
+
+bool put_tensor(cache::Path& path, const at::Tensor& tensor) {
+  path.put(static_cast<uint8_t>(tensor.defined()));
+  if (!tensor.defined()) return true;
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::DispatchKeySet keys = impl.key_set();
+  constexpr c10::DispatchKeySet kNever({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+                                        c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
+                                        c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  if (impl.layout() != c10::kStrided || keys.has_any(kNever) || at::isQIntType(tensor.scalar_type()) ||
+      impl.has_symbolic_sizes_strides() || !impl.has_storage()) {
+    return false;
+  }
+  path.put(keys.raw_repr());
+  path.put(static_cast<int8_t>(tensor.scalar_type()));
+  path.put(tensor.device().index());
+  const auto sizes = impl.sizes();
+  path.put(static_cast<uint32_t>(sizes.size()));
+  path.put_bytes(std::as_bytes(std::span(sizes.data(), sizes.size())));
+  const auto strides = impl.strides();
+  path.put_bytes(std::as_bytes(std::span(strides.data(), strides.size())));
+  return true;
+}
+
+bool put_scalar(cache::Path& path, const c10::IValue& value) {
+  if (value.isInt()) {
+    path.put(uint8_t{1});
+    path.put(value.toInt());
+  } else if (value.isDouble()) {
+    path.put(uint8_t{2});
+    path.put(value.toDouble());
+  } else {
+    return false;  // symbolic
+  }
+  return true;
+}
+
+}  // namespace
+
+bool may_be_fused(Node& node) {
+  if (node.num_outputs() > kMaxEdges || node.num_inputs() > kMaxEdges) return false;
+  if (typeid(node) == typeid(CopySlices)) {
+    const auto& slices = static_cast<CopySlices&>(node);
+    if (slices.view_fn || !slices.fn) return false;
+    Node& inner = *slices.fn;
+    return typeid(inner) != typeid(CopySlices) && is_generated(typeid(inner));
+  }
+  return is_generated(typeid(node));
+}
+
+void append_environment(cache::Path& path) {
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  auto& context = at::globalContext();
+  path.put(static_cast<int32_t>(at::get_num_threads()));
+  path.put(keys.included_.raw_repr());
+  path.put(keys.excluded_.raw_repr());
+  path.put(static_cast<int8_t>(c10::typeMetaToScalarType(c10::get_default_dtype())));
+  path.put(static_cast<uint8_t>(context.deterministicAlgorithms()));
+  path.put(static_cast<uint8_t>(context.deterministicFillUninitializedMemory()));
+  path.put(static_cast<uint8_t>(context.userEnabledMkldnn()));
+  path.put(static_cast<int32_t>(context.float32MatmulPrecision()));
+}
+
+Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::span<Node* const> targets,
+                         GroupInputs& inputs, cache::Path& path, KeyForm form) {
+  path.clear();
+  path.begin_key();
+  append_environment(path);
+  if (form == KeyForm::kPortable) put_structure(path, group);
+  auto& call = inputs.call;
+  const PythonGateLock lock(ungated_hooks_exist());
+  bool plain = true;
+  for (uint32_t m = 0; m < nodes.size(); ++m) {
+    Node& node = *nodes[m];
+    put_type(path, typeid(node), form);
+    if (typeid(node) == typeid(CopySlices)) {
+      const auto& slices = static_cast<CopySlices&>(node);
+      // Another node may be in the place of the one that was there when the graph was cut.
+      if (!may_be_fused(node)) return {GroupObstacle::kError, m};
+      put_type(path, typeid(*slices.fn), form);
+    }
+    NodeCall node_call(m, node.getptr());
+    CompiledNodeArgs args(call, node_call);
+    try {
+      node.compiled_args(args);
+    } catch (const c10::NotImplementedError&) {
+      return {GroupObstacle::kUntraceable, m};
+    } catch (...) {
+      return {GroupObstacle::kError, m};
+    }
+    if (!call.hooks.empty() || !call.packed_inputs.empty()) return {GroupObstacle::kSavedTensorHooks, m};
+    const KeyBytes key = key_bytes(args);
+    path.put(static_cast<uint32_t>(key.size()));
+    path.put_bytes(std::as_bytes(key));
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) plain &= put_metadata(path, node.input_metadata(i));
+  }
+  for (size_t k = 0; k < targets.size(); ++k) {
+    Node& target = *targets[k];
+    const uint32_t input_nr = group.outputs[k].input_nr;
+    plain &= put_metadata(path, target.input_metadata(input_nr));
+    // The layout in which the leaf can take the gradient over without a copy.
+    const bool is_leaf = typeid(target) == typeid(AccumulateGrad);
+    path.put(static_cast<uint8_t>(is_leaf));
+    if (is_leaf) plain &= put_tensor(path, static_cast<const AccumulateGrad&>(target).variable);
+  }
+  for (const at::Tensor& gradient : inputs.gradients) plain &= put_tensor(path, gradient);
+  path.put(static_cast<uint32_t>(inputs.tensors().size()));
+  for (const at::Tensor& tensor : inputs.tensors()) plain &= put_tensor(path, tensor);
+  path.put(static_cast<uint32_t>(call.all_size_inputs.size()));
+  for (const auto& size : call.all_size_inputs) path.put(size.value);
+  path.put(static_cast<uint32_t>(call.lifted_ivalue_args.args.size()));
+  for (const auto& argument : call.lifted_ivalue_args.args) plain &= put_scalar(path, *argument.actual_ptr);
+  path.end_key();
+  return {plain ? GroupObstacle::kNone : GroupObstacle::kTensorKind, 0};
+}
+
+}  // namespace retrograd

@@ -1,0 +1,51 @@
+// What a compiled group needs of the live graph at each call: its inputs, and a key of all that its plan bakes in.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include "cache/path.h"
+#include "engine/partition.h"
+
+namespace retrograd {
+
+// A group's inputs in one call. `gradients` come from outside the group, by Group::inputs (undefined where none came);
+// the tensors that the members saved are in libtorch's own form.
+struct GroupInputs {
+  variable_list gradients;
+  torch::dynamo::autograd::AutogradCompilerCall call{torch::dynamo::autograd::SizeInput::STATIC};
+
+  const variable_list& tensors() const { return call.tensor_args.inputs; }
+};
+
+// Why a group could not be collected.
+enum class GroupObstacle : uint8_t {
+  kNone,
+  kSavedTensorHooks,  // `member` saved a tensor with hooks: it must be unpacked when the node's own turn comes
+  kUntraceable,       // `member` has no compiled_args
+  kTensorKind,        // an input is sparse, quantized, nested, a subclass, ...: only this call
+  kError,             // `member` reported an error that its own run should report: freed or overwritten tensors
+};
+struct Collecting {
+  GroupObstacle obstacle = GroupObstacle::kNone;
+  uint32_t member = 0;
+};
+
+// The state outside the graph that a plan bakes in: intra-op threads, numerics switches, dispatch keys in force.
+void append_environment(cache::Path& path);
+
+// What stands for a type in a key: its address, or its name.
+enum class KeyForm : uint8_t { kFast, kPortable };
+
+// Collects `nodes`, the members of `group`, into `inputs`, whose gradients are there already, and writes one key to
+// `path`. Equal keys mean that one plan serves both. Fast keys are good in this
+// process only. Does not throw for what the graph holds; the graph is never changed.
+Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::span<Node* const> targets,
+                         GroupInputs& inputs, cache::Path& path, KeyForm form = KeyForm::kFast);
+
+// Whether the node may be in a group at all, told from its type and what it wraps; hooks and captures are not looked at.
+bool may_be_fused(Node& node);
+
+}  // namespace retrograd

@@ -1,0 +1,53 @@
+// A compiled group: a shared library that AOTInductor made, and instances of the model in it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "engine/walk.h"
+
+namespace torch::inductor {
+class AOTIModelContainerRunner;
+}
+
+namespace retrograd {
+
+// Immutable but for its pool of instances. Any number of threads may run it at a time: a thread that finds no free
+// instance makes one (about a millisecond), so none ever waits for another.
+class GroupPlan {
+ public:
+  struct Io {
+    // The plan's inputs, as indices into the group's gradients followed by its tensors. Inputs that the graph turned
+    // out not to need are left out.
+    std::vector<uint32_t> inputs;
+    // By output of the group: which of the plan's results it is, or -1 where the group gives no gradient.
+    std::vector<int32_t> outputs;
+  };
+
+  // Loads the library. Throws c10::Error for one that cannot be loaded.
+  GroupPlan(const std::string& library, Io io);
+  ~GroupPlan();
+  GroupPlan(const GroupPlan&) = delete;
+  GroupPlan& operator=(const GroupPlan&) = delete;
+
+  const Io& io() const { return io_; }
+
+  // Runs on the calling thread, without Python. Takes the inputs over: each is let go of when it was used for the last
+  // time. Throws what the kernels throw (out of memory).
+  variable_list run(variable_list&& inputs) const;
+
+ private:
+  using Runner = torch::inductor::AOTIModelContainerRunner;
+  std::unique_ptr<Runner> take() const;
+
+  const std::string library_;
+  const Io io_;
+  mutable std::mutex mutex_;  // held for a push or pop only
+  mutable std::vector<std::unique_ptr<Runner>> idle_;
+};
+
+}  // namespace retrograd

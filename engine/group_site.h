@@ -1,0 +1,86 @@
+// Where a group's plans are kept, one entry for each key, and how an entry gets its plan.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "engine/group_plan.h"
+#include "engine/group_key.h"
+#include "engine/region.h"
+
+namespace retrograd {
+
+// One key of one group: cold, then being made, then settled for good, with a plan or without. Shared with the threads
+// that make the plan, which may outlive the cache's interest in it.
+class GroupEntry {
+ public:
+  enum class State : uint8_t { kCold, kMaking, kReady, kRefused };
+
+  State state() const noexcept { return state_.load(std::memory_order_acquire); }
+  // Null until ready. Good while the entry is held.
+  const GroupPlan* plan() const noexcept { return plan_.load(std::memory_order_acquire); }
+
+  // Counts a call that found no plan; true from the `hot_after`-th one on. Lost counts are harmless.
+  bool is_hot(uint32_t hot_after) const noexcept {
+    const uint32_t calls = calls_.load(std::memory_order_relaxed) + 1;
+    calls_.store(calls, std::memory_order_relaxed);
+    return calls >= hot_after;
+  }
+
+  // True for exactly one caller, who must then settle it, or give it back.
+  bool claim() const noexcept {
+    State cold = State::kCold;
+    return state_.compare_exchange_strong(cold, State::kMaking, std::memory_order_acq_rel);
+  }
+  void give_back() const noexcept { state_.store(State::kCold, std::memory_order_release); }
+
+  // By whoever claimed it, once.
+  void settle(std::shared_ptr<const GroupPlan> plan) const {
+    owner_ = std::move(plan);
+    plan_.store(owner_.get(), std::memory_order_release);
+    state_.store(State::kReady, std::memory_order_release);
+  }
+  // `member`: the node that cannot be in any group; -1: this key cannot be served.
+  void refuse(int32_t member) const {
+    refused_member_.store(member, std::memory_order_relaxed);
+    state_.store(State::kRefused, std::memory_order_release);
+  }
+  int32_t refused_member() const noexcept { return refused_member_.load(std::memory_order_relaxed); }
+
+ private:
+  // Entries are const to the cache.
+  mutable std::atomic<State> state_{State::kCold};
+  mutable std::atomic<const GroupPlan*> plan_{nullptr};
+  mutable std::atomic<uint32_t> calls_{0};
+  mutable std::atomic<int32_t> refused_member_{-1};
+  mutable std::shared_ptr<const GroupPlan> owner_;  // written once, before plan_
+};
+
+// What a group's plan is to be made from.
+struct GroupRequest {
+  const Group& group;
+  std::span<Node* const> nodes;    // the members
+  std::span<Node* const> targets;  // of the group's outputs
+  GroupInputs& inputs;
+  std::shared_ptr<const GroupEntry> entry;  // claimed by the caller
+  bool wait;                                // for the plan to be made
+};
+
+// Makes plans. The engine knows no Python, which tracing needs; the bindings put the one there is in its place.
+class GroupCompiler {
+ public:
+  virtual ~GroupCompiler() = default;
+
+  // Records the group from the live graph, on the calling thread, and makes a plan from the record: at once
+  // (request.wait) or later, on another thread. The entry is settled, refused or given back in any case; the graph is
+  // as before. False when the graph must not be recorded now. Does not throw for anything that goes wrong in
+  // compiling.
+  virtual bool make(const GroupRequest& request, const PreparedCall& call, CallFrame& frame) = 0;
+};
+
+// Set once; must live for ever. Null: none, as in a program without Python.
+void set_group_compiler(GroupCompiler* compiler) noexcept;
+GroupCompiler* group_compiler() noexcept;
+
+}  // namespace retrograd
