@@ -180,7 +180,7 @@ def set_autograd_compiler(compiler: Callable[[], Any] | None, dynamic: bool, /) 
         return _set_stock(compiler, dynamic)
     current = _compiler_in_force()
     before = _C.setting_in_force()
-    prior = (None, False) if current is None else (current.factory, before[3])
+    prior = (None, False) if current is None else (current.factory.factory, before[3])
     if compiler is not None:
         if _local.base is None:
             _local.base = _C.own_setting()
