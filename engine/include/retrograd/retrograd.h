@@ -120,6 +120,7 @@ enum class ScheduleReason : uint8_t {
   kGraphInUse,         // a retained graph, which other threads may be using, must not be captured now
   kInsideCapture,      // called by code that runs while this call chain captures
   kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile
+  kNotCapturable,      // torch's captures cannot express it: a leaf whose grad_dtype is not its own dtype
   kCount
 };
 // The name of a reason as stats() in Python gives it, such as "create_graph".
