@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <vector>
 
+#include <pybind11/eval.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -257,6 +258,31 @@ py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in)
   return py::reinterpret_steal<py::object>(object);
 }
 
+// An unpack hook whose result requires a gradient; not where Dynamo traces it, in whose graphs no backward can be
+// nested. Compiled from a string because Dynamo passes over this package's files.
+py::object requiring_grad(const py::object& hook) {
+  static PyObject* make = nullptr;  // under the GIL; other threads may come here while the code below runs
+  if (make == nullptr) {
+    py::dict scope;
+    scope["torch"] = py::module_::import("torch");
+    py::exec(R"(
+def requiring_grad(hook):
+    def unpack(packed):
+        tensor = hook(packed)
+        if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor) or tensor.requires_grad:
+            return tensor
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return tensor
+        return tensor.detach().requires_grad_()
+    unpack.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
+    return unpack
+)",
+             scope);
+    make = py::object(scope["requiring_grad"]).release().ptr();
+  }
+  return py::handle(make)(hook);
+}
+
 // The call as it goes through its stations.
 class CallableCall {
  public:
@@ -450,6 +476,7 @@ class CallableCall {
     py::tuple sizes = symbolic_sizes(compiled_->sizes, args.all_size_inputs);
     py::list scalars = scalars_of(args);
     py::tuple hooks = to_tuple(args.hooks);
+    for (const size_t i : collected_->unpack_requiring_grad) hooks[i] = requiring_grad(hooks[i]);
     py::tuple packed = to_tuple(args.packed_inputs);
 
     // From here on the inputs belong to the compiled function, which may free each after its last use.

@@ -28,6 +28,12 @@ struct KeySizeAccess {
 size_t key_size(const CompiledNodeArgs& args);
 template struct KeySizeAccess<&CompiledNodeArgs::_specialization_key_size>;
 
+// Whether the node runs a function of the user's. What AOTAutograd made of one is not.
+bool is_users_function(const Node& node) {
+  const Node& function = typeid(node) == typeid(CopySlices) ? *static_cast<const CopySlices&>(node).fn : node;
+  return node_kind(typeid(function)) == NodeKind::kUser && !function.is_aot_backward();
+}
+
 // One node: lets libtorch collect it, and makes its key. A graph depends on more than libtorch puts into its keys; the
 // rest is added here, at the end of the key for nodes that have it, and for saved-tensor hooks in their place.
 class NodeCollector {
@@ -50,7 +56,7 @@ class NodeCollector {
     const size_t first_scalar = call.lifted_ivalue_args.args.size();
     visit(args);
     args_ = nullptr;
-    if (call.packed_inputs.size() != first_packed + hooked_) find_ungated(first_packed);
+    if (call.packed_inputs.size() != first_packed) look_at_hooked(node, first_packed);
 
     cache::Path& path = collected_.path;
     path.begin_key();
@@ -82,9 +88,15 @@ class NodeCollector {
     path.put(value);
   }
 
-  void find_ungated(size_t first_packed) {
+  // The node's variables with hooks are those packed from `first_packed` on.
+  void look_at_hooked(const Node& node, size_t first_packed) {
+    const bool all_gated = collected_.call.packed_inputs.size() == first_packed + hooked_;
+    const bool users = is_users_function(node);
+    if (all_gated && !users) return;
     for (const auto& [variable, ids] : collected_.call.sv_to_hooks) {
-      if (ids.second >= first_packed && !has_gated_hooks(*variable)) collected_.ungated.push_back(variable);
+      if (ids.second < first_packed) continue;
+      if (!has_gated_hooks(*variable)) collected_.ungated.push_back(variable);
+      if (users && packed_requires_grad(*variable)) collected_.unpack_requiring_grad.push_back(ids.first);
     }
   }
 
@@ -112,8 +124,7 @@ bool has_own_grad_dtype(const Node& node) {
 
 // The leaves that a function of the user's saved.
 void add_users_leaves(Node& node, std::unordered_set<const c10::TensorImpl*>& leaves) {
-  const Node& function = typeid(node) == typeid(CopySlices) ? *static_cast<CopySlices&>(node).fn : node;
-  if (node_kind(typeid(function)) != NodeKind::kUser || function.is_aot_backward()) return;
+  if (!is_users_function(node)) return;
   // Apart from the call, where a tensor that an earlier node brought would not be seen.
   torch::dynamo::autograd::AutogradCompilerCall call(Collected::DynType::STATIC);
   NodeCall node_call(0, node.getptr());

@@ -25,6 +25,9 @@ struct Collected {
   torch::dynamo::autograd::AutogradCompilerCall call;
   cache::Path path;        // one key for each collected node, in the order given
   bool capturable = true;  // false: torch's captures would give other gradients than the engine
+  // Unpack hooks of functions of the user's, among call.hooks, for tensors that required a gradient: the engine makes
+  // what they return require one, torch's graphs do not, and the function may ask, as reentrant checkpoint does.
+  std::vector<size_t> unpack_requiring_grad;
   // Saved variables with hooks that came past the engine: keys do not tell which of a node's variables have such hooks.
   // After gate_hooks_of(), they do.
   std::vector<const torch::autograd::SavedVariable*> ungated;

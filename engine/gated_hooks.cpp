@@ -15,14 +15,19 @@ std::atomic<bool> ungated_hooks{false};
 std::atomic<bool> saved_tensor_hooks{false};
 constinit thread_local const std::function<void()>* watch = nullptr;
 
-// SavedVariable's hooks are private; access does not apply to explicit instantiations.
+// What SavedVariable keeps for its hooks is private; access does not apply to explicit instantiations.
 using HooksOfSavedVariable = std::unique_ptr<SavedVariableHooks>;
-template <auto kHooks>
-struct HooksAccess {
+template <auto kHooks, auto kGradFn, auto kIsOutput, auto kIsLeaf, auto kRequiresGrad>
+struct SavedVariableAccess {
   friend HooksOfSavedVariable& hooks_of(SavedVariable& variable) { return variable.*kHooks; }
+  friend bool requires_grad_of(const SavedVariable& variable) {  // the last is set for leaves only
+    return variable.*kGradFn || (variable.*kIsOutput && !(variable.*kIsLeaf)) || variable.*kRequiresGrad;
+  }
 };
 HooksOfSavedVariable& hooks_of(SavedVariable& variable);
-template struct HooksAccess<&SavedVariable::hooks_>;
+bool requires_grad_of(const SavedVariable& variable);
+template struct SavedVariableAccess<&SavedVariable::hooks_, &SavedVariable::grad_fn_, &SavedVariable::is_output_,
+                                    &SavedVariable::is_leaf_, &SavedVariable::requires_grad_>;
 
 class GatedHooks final : public SavedVariableHooks {
  public:
@@ -69,6 +74,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
 GatedHooksWatch::GatedHooksWatch(std::function<void()> visit)
     : visit_(std::move(visit)), outer_(std::exchange(watch, &visit_)) {}
 GatedHooksWatch::~GatedHooksWatch() { watch = outer_; }
+
+bool packed_requires_grad(const SavedVariable& variable) { return requires_grad_of(variable); }
 
 bool has_gated_hooks(const SavedVariable& variable) {
   const SavedVariableHooks& hooks = *hooks_of(const_cast<SavedVariable&>(variable));

@@ -50,6 +50,9 @@ class GatedHooksWatch {
   const std::function<void()>* outer_;
 };
 
+// Whether what was packed required a gradient, for a variable with hooks.
+bool packed_requires_grad(const torch::autograd::SavedVariable& variable);
+
 // Whether the variable's hooks, which it must have, are gated; and gating them, while nobody else uses the variable.
 bool has_gated_hooks(const torch::autograd::SavedVariable& variable);
 void gate_hooks_of(torch::autograd::SavedVariable& variable);

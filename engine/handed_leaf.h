@@ -15,8 +15,8 @@ namespace retrograd {
 
 struct HandedLeaf {
   torch::autograd::AccumulateGrad* node;
-  // The place of the stand-in among Collected::call.tensor_args.inputs. Mostly the variable's own; but a function of the
-  // user's that saved the variable must get the variable itself, and then the stand-in is an input more.
+  // The place of the stand-in among Collected::call.tensor_args.inputs. Mostly the variable's own; but a function of
+  // the user's that saved the variable must get the variable itself, and then the stand-in is an input more.
   uint32_t input;
 };
 

@@ -1902,3 +1902,78 @@ def test_only_leaves_that_a_custom_function_saved_have_an_input_of_their_own() -
     with retrograd.enable(backend=count):
         program(Recorder("retrograd", contextlib.nullcontext))
     assert seen == [8, 6, 8]
+
+
+# --- Unpack hooks of custom functions ---
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_reentrant_checkpoint_inside_a_non_reentrant_one(blocks: int) -> None:
+    def program(rec: Recorder) -> None:
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 3)
+
+        def inner(x: Tensor) -> Tensor:
+            return linear(x).sin()
+
+        def outer(x: Tensor) -> Tensor:
+            return checkpoint(inner, x.tanh(), use_reentrant=True) * 2
+
+        for step in range(2):
+            x = leaf(2, 3, seed=step)
+            y = x * 1.5
+            for _ in range(blocks):
+                y = checkpoint(outer, y, use_reentrant=False)
+            y.sum().backward()
+            rec.grads(x)
+            rec.module(linear)
+
+    # torch's own loses the gradient of x, and raises for several blocks.
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    assert ours.stats["calls"]["schedule"] == 0
+
+
+@pytest.mark.parametrize("compiler", ["raw", "dynamo"])
+def test_what_an_unpack_hook_returns_to_a_custom_function(compiler: str) -> None:
+    """Requires a gradient where what was packed did. Graphs are the same as torch's, and Dynamo compiles them whole."""
+
+    def program(rec: Recorder) -> None:
+        for step in range(3):
+            x, w = leaf(3, seed=step), torch.ones(3) + step
+            with saved_tensors_hooks(lambda t: t.detach() * 2, lambda t: t / 2):
+                y = Asking.apply(x.sin(), w, rec if compiler == "raw" else None)
+            y.sum().backward()
+            rec.grads(x)
+
+    def transform(module: torch.fx.GraphModule) -> Any:
+        return torch.compile(module, backend=kept, fullgraph=True) if compiler == "dynamo" else module
+
+    compiled = []
+
+    def kept(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    eager, ours = run("eager", program), run("retrograd", program, transform=transform, dynamo=True)
+    check_against_eager(eager, ours)
+    check_path(ours, calls=3, captures=1)
+    assert len(compiled) <= 1
+    if compiler == "raw":
+        assert ours.said("saved") == [[True, False]] * 3
+        assert ours.graphs == run("stock", program).graphs
+
+
+class Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, rec: Recorder | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.rec = rec
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, w = ctx.saved_tensors
+        if ctx.rec is not None:
+            ctx.rec.say("saved", x.requires_grad, w.requires_grad)
+        return grad * w + x.detach() - x.detach(), None, None
