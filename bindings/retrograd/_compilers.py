@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import struct
 import sys
 import threading
@@ -236,3 +237,12 @@ def from_function(compiler_fn: Callable[..., Any]) -> Any:
     from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 
     return intern(functools.partial(AutogradCompilerInstance, compiler_fn))
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the lock. What it guards is whole whenever its holder lets other threads run."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
