@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <vector>
 
+#include <pybind11/eval.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -17,6 +18,7 @@
 #include "bindings/functional_op.h"
 #include "engine/callable.h"
 #include "engine/collect.h"
+#include "engine/gated_hooks.h"
 #include "engine/plan_cache.h"
 #include "engine/retained.h"
 #include "engine/stats.h"
@@ -179,6 +181,7 @@ std::string describe_node_miss(const cache::Path& path, std::span<Node* const> n
   constexpr size_t kTypeBytes = sizeof(uintptr_t);           // every node's key begins with its type
   const cache::KeyView key = path[miss.depth];
   const size_t k = miss.depth - 1;
+  if (k == nodes.size()) return "Cache miss due to custom functions that saved other leaves";
   std::string sizes;
   for (const auto& sibling : miss.siblings) {
     if (sibling.size() < kTypeBytes || std::memcmp(sibling.data(), key.data(), kTypeBytes) != 0) continue;
@@ -255,6 +258,31 @@ py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in)
   return py::reinterpret_steal<py::object>(object);
 }
 
+// An unpack hook whose result requires a gradient; not where Dynamo traces it, in whose graphs no backward can be
+// nested. Compiled from a string because Dynamo passes over this package's files.
+py::object requiring_grad(const py::object& hook) {
+  static PyObject* make = nullptr;  // under the GIL; other threads may come here while the code below runs
+  if (make == nullptr) {
+    py::dict scope;
+    scope["torch"] = py::module_::import("torch");
+    py::exec(R"(
+def requiring_grad(hook):
+    def unpack(packed):
+        tensor = hook(packed)
+        if torch.compiler.is_compiling() or not isinstance(tensor, torch.Tensor) or tensor.requires_grad:
+            return tensor
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return tensor
+        return tensor.detach().requires_grad_()
+    unpack.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
+    return unpack
+)",
+             scope);
+    make = py::object(scope["requiring_grad"]).release().ptr();
+  }
+  return py::handle(make)(hook);
+}
+
 // The call as it goes through its stations.
 class CallableCall {
  public:
@@ -281,7 +309,7 @@ class CallableCall {
     Stopwatch watch;
     // Under inputs=, nodes ask the task which of their outputs are needed.
     if (!call_.outputs.empty()) describe_task_();
-    collect();
+    if (const auto reason = collect()) return reason;
     if (runs_users_code()) describe_task_();
     watch.lap(stats.walk_ns);
     const std::shared_ptr<const Family> family = find_family();
@@ -298,12 +326,25 @@ class CallableCall {
   }
 
  private:
-  void collect() {
+  // A reason when it cannot be done now.
+  std::optional<ScheduleReason> collect() {
     check_nans_ = torch::autograd::AnomalyMode::is_enabled() && torch::autograd::AnomalyMode::should_check_nan();
     logger_ = thread_context().flags.verbose_logger;
     const auto type = call_.setting.options.dynamic() ? SizeInput::DYNAMIC : SizeInput::STATIC;
-    collected_ = collect_for_capture(nodes_, {needed_.get(), nodes_.size()}, call_.outputs, type,
-                                     /*track_origins=*/logger_ != 0, /*hand_over=*/!check_nans_, handed_, head_key());
+    for (;;) {
+      collected_ = collect_for_capture(nodes_, {needed_.get(), nodes_.size()}, call_.outputs, type,
+                                       /*track_origins=*/logger_ != 0, /*hand_over=*/!check_nans_, handed_, head_key());
+      if (!collected_->capturable) return ScheduleReason::kNotCapturable;
+      if (collected_->ungated.empty()) return std::nullopt;
+      // Nobody else may be using these variables, as when they are captured.
+      const CaptureLock lock;
+      const CaptureRight right(call_.keep_graph, frame_);
+      if (!right.granted()) return ScheduleReason::kGraphInUse;
+      const py::gil_scoped_acquire gil;
+      for (const auto* variable : collected_->ungated) {
+        gate_hooks_of(const_cast<torch::autograd::SavedVariable&>(*variable));
+      }
+    }
   }
 
   // The first key of the path: all that a graph depends on beside the nodes. Paths of schedules are in the same trie;
@@ -427,7 +468,7 @@ class CallableCall {
     auto& args = collected_->call;
     py::list inputs = to_python_list(args.tensor_args.inputs);
     for (size_t i = 0; i < handed_.size(); ++i) {
-      const at::Tensor& variable = args.tensor_args.inputs[handed_[i].input];
+      const at::Tensor& variable = handed_[i].node->variable;
       stand_ins[i] = make_stand_in(variable);
       py::object object = wrap_stand_in(variable, stand_ins[i]);
       PyList_SetItem(inputs.ptr(), static_cast<Py_ssize_t>(handed_[i].input), object.release().ptr());
@@ -435,6 +476,7 @@ class CallableCall {
     py::tuple sizes = symbolic_sizes(compiled_->sizes, args.all_size_inputs);
     py::list scalars = scalars_of(args);
     py::tuple hooks = to_tuple(args.hooks);
+    for (const size_t i : collected_->unpack_requiring_grad) hooks[i] = requiring_grad(hooks[i]);
     py::tuple packed = to_tuple(args.packed_inputs);
 
     // From here on the inputs belong to the compiled function, which may free each after its last use.

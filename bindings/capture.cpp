@@ -4,7 +4,6 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_function.h>
@@ -221,10 +220,9 @@ void ensure_accumulate_grad(PyObject* front_end) {
   leaf->apply_with_saved({at::zeros({1})}, saved);
 }
 
-variable_list capture_handed_leaf(torch::autograd::AccumulateGrad& leaf, const variable_list& inputs,
-                                  SwapSavedVariables& saved, PyObject* front_end) {
-  if (!leaf.variable.defined() || !leaf.variable.requires_grad() || !inputs[0].defined()) return {};
-  at::Tensor variable = leaf.variable;
+variable_list capture_handed_leaf(at::Tensor variable, const variable_list& inputs, SwapSavedVariables& saved,
+                                  PyObject* front_end) {
+  if (!inputs[0].defined()) return {};
   saved.before(variable);
   const FrontEnd interface;
   interface.call_accumulate_grad(front_end, variable, {}, inputs[0], /*has_post_hooks=*/false);
@@ -320,8 +318,10 @@ void add_gradient(py::handle front_end, InputBuffers& buffers, const Edge& edge,
   sum = sum.defined() ? front_end.attr("accumulate")(sum, gradient).cast<at::Tensor>() : gradient;
 }
 
+using HandedInputs = std::unordered_map<const Node*, uint32_t>;  // HandedLeaf::input
+
 void capture_node(py::handle front_end, const CaptureRequest& request, size_t k, TraceState& state,
-                  InputBuffers& buffers, const std::unordered_set<const Node*>& handed) {
+                  InputBuffers& buffers, const HandedInputs& handed) {
   Node& node = *request.nodes[k];
   NodeCall& call = request.collected.call.node_calls.lookup(node.getptr());
   set_node_origin(front_end, node, k);
@@ -348,9 +348,10 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   variable_list outputs;
   NextMetadata next(node);
   try {
-    outputs = handed.contains(&node) ? capture_handed_leaf(static_cast<torch::autograd::AccumulateGrad&>(node), inputs,
-                                                           saved, front_end.ptr())
-                                     : node.apply_with_saved(inputs, saved);
+    const auto leaf = handed.find(&node);
+    outputs = leaf != handed.end() ? capture_handed_leaf(request.collected.call.tensor_args.inputs[leaf->second],
+                                                         inputs, saved, front_end.ptr())
+                                   : node.apply_with_saved(inputs, saved);
     saved.debug_asserts();
     next.for_each_edge([&](InputMetadata& metadata) { saved.before(metadata); });
     outputs = validate_outputs(front_end, node, next, std::move(outputs));
@@ -405,8 +406,8 @@ Captured capture(const CaptureRequest& request) {
 
   if (!request.handed.empty()) ensure_accumulate_grad(instance.ptr());
   const InterfaceGuard guard(std::make_unique<FrontEnd>());
-  std::unordered_set<const Node*> handed;
-  for (const HandedLeaf& leaf : request.handed) handed.insert(leaf.node);
+  HandedInputs handed;
+  for (const HandedLeaf& leaf : request.handed) handed.emplace(leaf.node, leaf.input);
   TraceState state = begin_capture(instance, request);
   InputBuffers buffers;
   for (size_t k = 0; k < request.nodes.size(); ++k) capture_node(instance, request, k, state, buffers, handed);

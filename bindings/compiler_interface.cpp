@@ -43,7 +43,7 @@ void put_back(Stash& stash) {
 // What the node had is in SwapSavedVariables, privately; access does not apply to explicit instantiations.
 template <auto kVariables, auto kTensors, auto kSymInts, auto kIValues>
 struct StashAccess {
-  friend void put_back_node(SwapSavedVariables& saved, bool tensors) {
+  friend void put_back_all(SwapSavedVariables& saved, bool tensors) {
     put_back(saved.*kVariables);
     if (tensors) put_back(saved.*kTensors);
     put_back(saved.*kSymInts);
@@ -52,6 +52,9 @@ struct StashAccess {
 };
 template struct StashAccess<&SwapSavedVariables::stashed_variables, &SwapSavedVariables::stashed_tensors,
                             &SwapSavedVariables::stashed_symints, &SwapSavedVariables::stashed_ivalues>;
+
+void put_back_all(SwapSavedVariables& saved, bool tensors);
+void put_back_node(SwapSavedVariables& saved, bool tensors) { put_back_all(saved, tensors); }
 
 InterfaceGuard::InterfaceGuard(std::unique_ptr<PyCompilerInterface> interface) : guard_(std::move(interface)) {
   interface_in_place = true;

@@ -7,6 +7,7 @@
 #include "bindings/callable_backend.h"
 #include "bindings/capture.h"
 #include "bindings/compilers.h"
+#include "bindings/group_compiler.h"
 #include "bindings/py_ref.h"
 #include "bindings/python_engine.h"
 #include "engine/context.h"
@@ -45,24 +46,29 @@ ThreadSettings& thread_settings() {
   return settings;
 }
 
-// A setting as Python names it: mode, backend, compiler or None, dynamic.
-using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool>;
+// A choice as Python names it: backend, compiler or None, dynamic, when to compile. A setting: the mode before it.
+using PythonChoice = std::tuple<int, std::shared_ptr<Compiler>, bool, int>;
+using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool, int>;
 
-retrograd::Options options_of(int backend, const std::shared_ptr<Compiler>& compiler, bool dynamic) {
+retrograd::Options options_of(const PythonChoice& choice) {
+  const auto& [backend, compiler, dynamic, mode] = choice;
   return retrograd::Options()
       .backend(static_cast<retrograd::Backend>(backend))
+      .mode(static_cast<retrograd::Mode>(mode))
       .compiler(compiler != nullptr ? compiler->number() : 0, dynamic);
 }
 
 void set_setting(PythonSetting s) {
-  auto& [mode, backend, compiler, dynamic] = s;
-  retrograd::thread_context().setting = {static_cast<Setting::Mode>(mode), options_of(backend, compiler, dynamic)};
+  auto& [mode, backend, compiler, dynamic, when] = s;
+  retrograd::thread_context().setting = {static_cast<Setting::Mode>(mode),
+                                         options_of({backend, compiler, dynamic, when})};
   thread_settings().compiler.swap(compiler);
 }
 
 PythonSetting as_python(const Setting& setting) {
-  return {static_cast<int>(setting.mode), static_cast<int>(setting.options.backend()),
-          retrograd::bindings::find_compiler(setting.options.compiler()), setting.options.dynamic()};
+  const auto& options = setting.options;
+  return {static_cast<int>(setting.mode), static_cast<int>(options.backend()),
+          retrograd::bindings::find_compiler(options.compiler()), options.dynamic(), static_cast<int>(options.mode())};
 }
 
 void enter_setting(PythonSetting setting) {
@@ -84,7 +90,7 @@ void leave_setting() {
   mine.compiler.swap(outer.compiler);
 }
 
-void set_default(std::optional<std::tuple<int, std::shared_ptr<Compiler>, bool>> choice) {
+void set_default(std::optional<PythonChoice> choice) {
   // Under the GIL. Never destroyed: threads may run backward while static destructors run.
   static auto* const held = std::make_unique<std::shared_ptr<Compiler>>().release();
   if (!choice) {
@@ -92,9 +98,8 @@ void set_default(std::optional<std::tuple<int, std::shared_ptr<Compiler>, bool>>
     held->reset();
     return;
   }
-  auto& [backend, compiler, dynamic] = *choice;
-  retrograd::set_default(options_of(backend, compiler, dynamic));
-  held->swap(compiler);  // the former one goes after no thread takes it any more
+  retrograd::set_default(options_of(*choice));
+  held->swap(std::get<1>(*choice));  // the former one goes after no thread takes it any more
 }
 
 // The front end's flags of this thread, by name.
@@ -118,7 +123,10 @@ py::dict stats() {
   using namespace py::literals;
   return py::dict(
       "calls"_a =
-          py::dict("schedule"_a = s.schedule_calls, "callable"_a = s.callable_calls, "previous"_a = s.previous_total()),
+          py::dict("schedule"_a = s.schedule_calls, "fused"_a = s.fused_calls, "callable"_a = s.callable_calls,
+                   "previous"_a = s.previous_total()),
+      "groups"_a = py::dict("compiled"_a = s.fused_groups, "by_node"_a = s.unfused_groups),
+      "recordings"_a = s.recordings, "plans"_a = s.plans,
       "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
       "callable_fallbacks"_a = by_name<retrograd::ScheduleReason>(s.callable_fallbacks), "captures"_a = s.captures,
       "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
@@ -191,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
   });
   add_call_cpp_tensor_pre_hooks(m);
   retrograd::bindings::set_up_callable_backend();
+  retrograd::bindings::add_group_compiler(m);
 
   m.def("stats", &stats);
   m.def("reset_stats", &retrograd::reset_stats, py::call_guard<py::gil_scoped_release>());
@@ -209,4 +218,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MODE_DISABLED") = static_cast<int>(Setting::Mode::kDisabled);
   m.attr("MODE_ENABLED") = static_cast<int>(Setting::Mode::kEnabled);
   m.attr("BACKEND_SCHEDULE") = static_cast<int>(retrograd::Backend::kSchedule);
+  m.attr("BACKEND_INDUCTOR") = static_cast<int>(retrograd::Backend::kInductor);
+  m.attr("COMPILE_BACKGROUND") = static_cast<int>(retrograd::Mode::kBackground);
+  m.attr("COMPILE_BLOCKING") = static_cast<int>(retrograd::Mode::kBlocking);
 }

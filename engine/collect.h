@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
@@ -22,7 +23,14 @@ struct Collected {
 
   // Inputs, in libtorch's own form: tensor_args.inputs, all_size_inputs, lifted_ivalue_args, hooks, ...
   torch::dynamo::autograd::AutogradCompilerCall call;
-  cache::Path path;  // one key for each collected node, in the order given
+  cache::Path path;        // one key for each collected node, in the order given
+  bool capturable = true;  // false: torch's captures would give other gradients than the engine
+  // Unpack hooks of functions of the user's, among call.hooks, for tensors that required a gradient: the engine makes
+  // what they return require one, torch's graphs do not, and the function may ask, as reentrant checkpoint does.
+  std::vector<size_t> unpack_requiring_grad;
+  // Saved variables with hooks that came past the engine: keys do not tell which of a node's variables have such hooks.
+  // After gate_hooks_of(), they do.
+  std::vector<const torch::autograd::SavedVariable*> ungated;
 };
 
 // Collects `nodes`. `outputs` are the edges that inputs= named (their captures become part of the keys). AccumulateGrad

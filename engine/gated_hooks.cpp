@@ -7,11 +7,29 @@
 namespace retrograd {
 namespace {
 
+using torch::autograd::SavedVariable;
+using torch::autograd::SavedVariableHooks;
+
 std::atomic<const PythonGate*> python_gate{nullptr};
 std::atomic<bool> ungated_hooks{false};
 std::atomic<bool> saved_tensor_hooks{false};
+constinit thread_local const std::function<void()>* watch = nullptr;
 
-class GatedHooks final : public torch::autograd::SavedVariableHooks {
+// What SavedVariable keeps for its hooks is private; access does not apply to explicit instantiations.
+using HooksOfSavedVariable = std::unique_ptr<SavedVariableHooks>;
+template <auto kHooks, auto kGradFn, auto kIsOutput, auto kIsLeaf, auto kRequiresGrad>
+struct SavedVariableAccess {
+  friend HooksOfSavedVariable& hooks_of(SavedVariable& variable) { return variable.*kHooks; }
+  friend bool requires_grad_of(const SavedVariable& variable) {  // the last is set for leaves only
+    return variable.*kGradFn || (variable.*kIsOutput && !(variable.*kIsLeaf)) || variable.*kRequiresGrad;
+  }
+};
+HooksOfSavedVariable& hooks_of(SavedVariable& variable);
+bool requires_grad_of(const SavedVariable& variable);
+template struct SavedVariableAccess<&SavedVariable::hooks_, &SavedVariable::grad_fn_, &SavedVariable::is_output_,
+                                    &SavedVariable::is_leaf_, &SavedVariable::requires_grad_>;
+
+class GatedHooks final : public SavedVariableHooks {
  public:
   explicit GatedHooks(std::unique_ptr<SavedVariableHooks> inner) : inner_(std::move(inner)) {}
   // Both take the GIL themselves.
@@ -22,6 +40,7 @@ class GatedHooks final : public torch::autograd::SavedVariableHooks {
   }
 
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const override {
+    if (watch != nullptr) (*watch)();
     PythonGateLock lock;
     return inner_->retrieve_unpack_hook_data();
   }
@@ -50,6 +69,22 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
   saved_tensor_hooks.store(true, std::memory_order_relaxed);
   if (python_gate.load(std::memory_order_acquire) == nullptr) return hooks;
   return std::make_unique<GatedHooks>(std::move(hooks));
+}
+
+GatedHooksWatch::GatedHooksWatch(std::function<void()> visit)
+    : visit_(std::move(visit)), outer_(std::exchange(watch, &visit_)) {}
+GatedHooksWatch::~GatedHooksWatch() { watch = outer_; }
+
+bool packed_requires_grad(const SavedVariable& variable) { return requires_grad_of(variable); }
+
+bool has_gated_hooks(const SavedVariable& variable) {
+  const SavedVariableHooks& hooks = *hooks_of(const_cast<SavedVariable&>(variable));
+  return typeid(hooks) == typeid(GatedHooks);
+}
+
+void gate_hooks_of(SavedVariable& variable) {
+  HooksOfSavedVariable& hooks = hooks_of(variable);
+  hooks = gate_hooks(std::move(hooks));
 }
 
 void note_ungated_hooks() noexcept {

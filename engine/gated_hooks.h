@@ -5,9 +5,10 @@
 // How to take it is told by the bindings; in a program without Python nobody tells, and there is nothing to take.
 #pragma once
 
+#include <functional>
 #include <memory>
 
-#include <torch/csrc/autograd/saved_variable_hooks.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 namespace retrograd {
 
@@ -35,6 +36,26 @@ class PythonGateLock {
 // The same hooks, but what compiled_args asks of them is answered under the GIL. Null stays null.
 std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
     std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
+
+// While one lives, gated hooks that are asked for their data on this thread call `visit` first.
+class GatedHooksWatch {
+ public:
+  explicit GatedHooksWatch(std::function<void()> visit);
+  ~GatedHooksWatch();
+  GatedHooksWatch(const GatedHooksWatch&) = delete;
+  GatedHooksWatch& operator=(const GatedHooksWatch&) = delete;
+
+ private:
+  std::function<void()> visit_;
+  const std::function<void()>* outer_;
+};
+
+// Whether what was packed required a gradient, for a variable with hooks.
+bool packed_requires_grad(const torch::autograd::SavedVariable& variable);
+
+// Whether the variable's hooks, which it must have, are gated; and gating them, while nobody else uses the variable.
+bool has_gated_hooks(const torch::autograd::SavedVariable& variable);
+void gate_hooks_of(torch::autograd::SavedVariable& variable);
 
 // SavedTensor.register_hooks puts Python hooks on a saved tensor without asking the engine, so they come ungated;
 // from the first such call on, collecting takes the GIL always.

@@ -67,6 +67,8 @@ void put_options(cache::Path& path, const c10::TensorOptions& options) {
 
 // What outputs are validated against. False for what no plan can serve.
 bool put_metadata(cache::Path& path, const InputMetadata& metadata) {
+  path.put(static_cast<uint8_t>(metadata.was_default_constructed()));
+  if (metadata.was_default_constructed()) return true;  // an input that takes anything
   if (metadata.is_nested_tensor() || metadata.is_tensor_subclass()) return false;
   put_options(path, metadata.options());
   const auto grad_dtype = metadata.grad_dtype();

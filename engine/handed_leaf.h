@@ -15,7 +15,9 @@ namespace retrograd {
 
 struct HandedLeaf {
   torch::autograd::AccumulateGrad* node;
-  uint32_t input;  // the variable, among Collected::call.tensor_args.inputs
+  // The place of the stand-in among Collected::call.tensor_args.inputs. Mostly the variable's own; but a function of
+  // the user's that saved the variable must get the variable itself, and then the stand-in is an input more.
+  uint32_t input;
 };
 
 // The lock under which AccumulateGrad::apply() reads and writes .grad.

@@ -169,6 +169,8 @@ std::string_view name(ScheduleReason reason) noexcept {
       return "inside_capture";
     case ScheduleReason::kNoCompiler:
       return "no_compiler";
+    case ScheduleReason::kNotCapturable:
+      return "not_capturable";
     case ScheduleReason::kWarmingUp:
       return "warming_up";
     case ScheduleReason::kCompiling:

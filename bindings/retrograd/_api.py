@@ -17,10 +17,11 @@ logger.addHandler(logging.NullHandler())
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# A backend's number, a compiler function or None, and whether all sizes are symbolic.
-_Choice = tuple[int, "Callable[..., Any] | None", bool]
+# A backend's number, a compiler function or None, whether all sizes are symbolic, and when to compile.
+_Choice = tuple[int, "Callable[..., Any] | None", bool, int]
 
-_BACKENDS = {"schedule": _C.BACKEND_SCHEDULE}
+_BACKENDS = {"inductor": _C.BACKEND_INDUCTOR, "schedule": _C.BACKEND_SCHEDULE}
+_MODES = {"background": _C.COMPILE_BACKGROUND, "blocking": _C.COMPILE_BLOCKING}
 
 
 def install() -> None:
@@ -55,13 +56,13 @@ class _Scope:
         self._choice = choice
 
     def __enter__(self) -> None:
-        backend, compiler_fn, dynamic = self._choice
+        backend, compiler_fn, dynamic, when = self._choice
         if self._mode == _C.MODE_ENABLED:
             _check_installed()
         compiler = None if compiler_fn is None else _compilers.from_function(compiler_fn)
         if compiler is not None:
             _dropin.log_misses_if_asked()
-        _C.enter_setting((self._mode, backend, compiler, dynamic))
+        _C.enter_setting((self._mode, backend, compiler, dynamic, when))
 
     def __exit__(
         self,
@@ -95,34 +96,43 @@ class enable(_Scope):
 
     Args:
         backend: what runs a graph.
+            "inductor": nodes are fused in groups and compiled; a graph whose plans are not ready, and what cannot be
+            compiled, runs as on "schedule".
             "schedule": the graph's own nodes in a precomputed order; any graph, gradients bit-identical.
             A function: the graph is captured as torch's compiled autograd captures it, and function(graph_module)
             returns what runs it from then on. It is called once for a graph, outside all locks, and what it returned
             is kept for all threads that use the same function; functions made by the same code from the same things,
             such as a lambda in a loop, are the same.
+        mode: for "inductor", when plans are made. "background" (the default): on other threads and in a worker process,
+            from a graph's third call on, while its calls run as on "schedule". "blocking": at first sight, and the call
+            waits.
         dynamic: for a function, whether every size in a captured graph is symbolic from the start. Else sizes are
             constants first, and one that is seen to change becomes symbolic, which costs one more capture.
 
     Nested calls follow, also those that PyTorch moves to another thread. Other threads are not affected.
 
     Raises:
-        ValueError: for an unknown backend, or `dynamic` for one that is not a function.
+        ValueError: for an unknown backend or mode, or one that takes no `dynamic` or `mode`.
         TypeError: for a backend that is neither a name nor a function, or `dynamic` that is not a bool.
         RuntimeError: on entering, if `install()` was not called.
     """
 
-    def __init__(self, backend: str | Callable[..., Any] = "schedule", dynamic: bool | None = None) -> None:
-        super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic))
+    def __init__(
+        self, backend: str | Callable[..., Any] = "schedule", dynamic: bool | None = None, mode: str | None = None
+    ) -> None:
+        super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic, mode))
 
 
 class disable(_Scope):
     """Runs the calling thread's backward calls on the previous engine; a context manager and a decorator."""
 
     def __init__(self) -> None:
-        super().__init__(_C.MODE_DISABLED, (_C.BACKEND_SCHEDULE, None, False))
+        super().__init__(_C.MODE_DISABLED, (_C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND))
 
 
-def set_default(backend: str | Callable[..., Any] | None = "schedule", dynamic: bool | None = None) -> None:
+def set_default(
+    backend: str | Callable[..., Any] | None = "schedule", dynamic: bool | None = None, mode: str | None = None
+) -> None:
     """Decides for threads that use neither `enable()` nor `disable()`; None is the previous engine, as at the start.
 
     Takes effect at each thread's next backward call. Arguments and errors as for `enable()`.
@@ -130,9 +140,10 @@ def set_default(backend: str | Callable[..., Any] | None = "schedule", dynamic: 
     if backend is None:
         _C.set_default(None)
         return
-    number, compiler_fn, is_dynamic = _choice(backend, dynamic)
+    number, compiler_fn, is_dynamic, when = _choice(backend, dynamic, mode)
     _check_installed()
-    _C.set_default((number, None if compiler_fn is None else _compilers.from_function(compiler_fn), is_dynamic))
+    compiler = None if compiler_fn is None else _compilers.from_function(compiler_fn)
+    _C.set_default((number, compiler, is_dynamic, when))
 
 
 def stats() -> dict[str, Any]:
@@ -170,7 +181,12 @@ def _check_installed() -> None:
         raise RuntimeError("retrograd is not installed; call retrograd.install() first.")
 
 
-def _choice(backend: Any, dynamic: bool | None) -> _Choice:
+def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
+    if mode is not None and mode not in _MODES:
+        raise ValueError(f"mode must be {' or '.join(repr(name) for name in _MODES)}, not {mode!r}.")
+    if mode is not None and backend != "inductor":
+        raise ValueError(f"mode is for backend 'inductor'; {backend!r} has nothing to compile ahead.")
+    when = _MODES[mode or "background"]
     if dynamic is not None and type(dynamic) is not bool:
         raise TypeError(f"dynamic must be True, False or None, not {dynamic!r}.")
     if isinstance(backend, str):
@@ -179,7 +195,7 @@ def _choice(backend: Any, dynamic: bool | None) -> _Choice:
             raise ValueError(f"unknown backend {backend!r}: the known ones are {known}, and any compiler function.")
         if dynamic is not None:
             raise ValueError(f"dynamic is for compiler functions; backend {backend!r} takes no notice of sizes.")
-        return (_BACKENDS[backend], None, False)
+        return (_BACKENDS[backend], None, False, when)
     if not callable(backend):
         raise TypeError(f"a backend is a name or a compiler function, not {backend!r}.")
-    return (_C.BACKEND_SCHEDULE, backend, bool(dynamic))
+    return (_C.BACKEND_SCHEDULE, backend, bool(dynamic), when)

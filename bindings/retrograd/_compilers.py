@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import struct
+import sys
 import threading
 import types
 import weakref
@@ -19,11 +22,17 @@ from typing import Any
 from retrograd._load import C as _C
 
 _lock = threading.RLock()  # comparing keys may run code, finalizers among it, that comes here again
-# Functions seen before, by identity: what a closure refers to may change, and it is the same function still.
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MAX_PARTS = 256  # of one key; what comes after them counts by identity
+# Functions seen before, by identity: what a closure refers to may change, and it is the same function still. A function
+# and the number of its compiler, under the function's id() and whether it is a factory, which is called with nothing,
+# or a compiler function in torch's sense. Not a WeakKeyDictionary, which would ask the functions what they equal.
+# Entries are taken out by `_forget`, which needs no lock: every access is one step of a dict, and none iterates.
+_known: dict[tuple[int, bool], tuple[weakref.ref[Any], int]] = {}
+
+_PLAIN = (int, bool, str, bytes, type(None))
+# Of one key; what comes after them, or lies deeper, counts by identity.
+_MAX_PARTS = 256
+_MAX_DEPTH = 32
 
 
 class _Same:
@@ -64,13 +73,24 @@ def key_of(value: Any) -> Any:
 class _Keys:
     def __init__(self) -> None:
         self._parts = 0
+        self._depth = 0
 
     def of(self, value: Any) -> Any:
         self._parts += 1
-        if self._parts > _MAX_PARTS:  # also ends the way through a function whose closure refers to itself
+        # Also ends the way through a function whose closure refers to itself.
+        if self._parts > _MAX_PARTS or self._depth >= _MAX_DEPTH:
             return _Same(value)
+        self._depth += 1
+        try:
+            return self._of(value)
+        finally:
+            self._depth -= 1
+
+    def _of(self, value: Any) -> Any:
         if type(value) in _PLAIN:
             return (type(value), value)
+        if type(value) in (float, complex):  # by their bits: 0.0 is not -0.0, and nan is nan
+            return (type(value), struct.pack("dd", value.real, value.imag))
         if type(value) is tuple:
             return (tuple, self._each(value))
         if isinstance(value, types.FunctionType):
@@ -130,31 +150,86 @@ def _is_optimize_context(value: Any) -> bool:
     return cls.__module__ == "torch._dynamo.eval_frame" and cls.__name__ == "OptimizeContext"
 
 
+class _Maker:
+    """What the engine knows a compiler function by: the key that others are compared with, and the factory it calls.
+
+    The key says what the function was made of when it was first seen. A variable in its closure may have moved on by
+    the time a graph is captured: then what is compiled is no longer what the key says.
+    """
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self.factory = factory
+        self._key = key_of(factory)
+        self._hash = hash(self._key)
+        self._for_others = True
+
+    def __call__(self) -> Any:
+        if not self.is_as_it_was():
+            self._for_others = False
+        return self.factory()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Maker) and self._for_others and other._for_others and self._key == other._key
+
+    def is_as_it_was(self) -> bool:
+        """Whether the function still is what the key says."""
+        return bool(key_of(self.factory) == self._key)
+
+
 def intern(factory: Callable[[], Any]) -> Any:
     """The engine's object for `factory`, whose calls make what captures one graph.
 
     The object keeps the compiler function's graphs alive, not the other way round: hold it as long as the function is
     in use.
     """
-    function = _function_in(factory)
     with _lock:
-        number = None
-        with contextlib.suppress(TypeError):  # no weak references, or no hash
-            number = _numbers.get(function)
-        compiler = _C.find_compiler(number) if number is not None else None
-        if compiler is None:
-            compiler = _C.intern_compiler(key_of(factory), factory)
-            with contextlib.suppress(TypeError):
-                _numbers[function] = compiler.number
+        known = _known.get(_place(factory))
+        if known is not None and known[0]() is _function_in(factory):
+            compiler = _C.find_compiler(known[1])
+            if compiler is not None:
+                return compiler
+        mine = _Maker(factory)
+        compiler = _C.intern_compiler(mine, mine)
+        found = compiler.factory
+        if found is not mine and not found.is_as_it_was():
+            # Its graphs are what the key says, and this function's too. From now on this one makes them; the other
+            # is looked at anew when it is used again.
+            _known.pop(_place(found.factory), None)
+            found.factory = factory
+        _remember(factory, compiler.number)
         return compiler
+
+
+def _remember(factory: Callable[[], Any], number: int) -> None:
+    place = _place(factory)
+    with contextlib.suppress(TypeError):  # no weak references
+        _known[place] = (weakref.ref(_function_in(factory), functools.partial(_forget, place)), number)
+
+
+def _forget(place: tuple[int, bool], _: Any) -> None:
+    """Called when a function goes, in any thread at any point, also in the middle of intern().
+
+    The object still has its address then, so the entry cannot be another's yet; and the weak reference of an entry that
+    was replaced is gone, and calls nothing.
+    """
+    _known.pop(place, None)
 
 
 def _function_in(factory: Any) -> Any:
     """The function whose identity counts: torch's front end is bound to it anew at every use."""
-    is_partial = type(factory) is functools.partial and len(factory.args) == 1 and not factory.keywords
-    if is_partial and getattr(factory.func, "__name__", "") == "AutogradCompilerInstance":
-        return factory.args[0]
+    if type(factory) is functools.partial and len(factory.args) == 1 and not factory.keywords:
+        front_end = sys.modules.get("torch._dynamo.compiled_autograd")
+        if front_end is not None and factory.func is getattr(front_end, "AutogradCompilerInstance", None):
+            return factory.args[0]
     return factory
+
+
+def _place(factory: Any) -> tuple[int, bool]:
+    function = _function_in(factory)
+    return (id(function), function is factory)
 
 
 def from_function(compiler_fn: Callable[..., Any]) -> Any:
@@ -162,3 +237,12 @@ def from_function(compiler_fn: Callable[..., Any]) -> Any:
     from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 
     return intern(functools.partial(AutogradCompilerInstance, compiler_fn))
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the lock. What it guards is whole whenever its holder lets other threads run."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

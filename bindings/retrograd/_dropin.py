@@ -32,12 +32,16 @@ class _Local(threading.local):
 
 _local = _Local()
 
-_OFF = (_C.MODE_DISABLED, _C.BACKEND_SCHEDULE, None, False)
+_OFF = (_C.MODE_DISABLED, _C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND)
+
+
+def _on(compiler: Any, dynamic: bool) -> tuple[Any, ...]:
+    return (_C.MODE_ENABLED, _C.BACKEND_SCHEDULE, compiler, dynamic, _C.COMPILE_BACKGROUND)
 
 
 def _compiler_in_force() -> Any:
     """The calling thread's compiler; None while it has none."""
-    mode, _, compiler, _ = _C.setting_in_force()
+    mode, _, compiler, *_ = _C.setting_in_force()
     return compiler if mode == _C.MODE_ENABLED else None
 
 
@@ -116,7 +120,7 @@ def _enable(
         from torch._inductor import cudagraph_trees  # noqa: F401
     log_misses_if_asked()
     depth = _C.get_depth()
-    _C.enter_setting((_C.MODE_ENABLED, _C.BACKEND_SCHEDULE, _compilers.from_function(compiler_fn), dynamic))
+    _C.enter_setting(_on(_compilers.from_function(compiler_fn), dynamic))
     _C.set_depth(depth + 1)
     try:
         with torch.autograd.set_multithreading_enabled(False):
@@ -180,11 +184,11 @@ def set_autograd_compiler(compiler: Callable[[], Any] | None, dynamic: bool, /) 
         return _set_stock(compiler, dynamic)
     current = _compiler_in_force()
     before = _C.setting_in_force()
-    prior = (None, False) if current is None else (current.factory, before[3])
+    prior = (None, False) if current is None else (current.factory.factory, before[3])
     if compiler is not None:
         if _local.base is None:
             _local.base = _C.own_setting()
-        _C.set_setting((_C.MODE_ENABLED, _C.BACKEND_SCHEDULE, _compilers.intern(compiler), bool(dynamic)))
+        _C.set_setting(_on(_compilers.intern(compiler), bool(dynamic)))
     elif _local.base is not None:
         _C.set_setting(_local.base)
         _local.base = None

@@ -14,7 +14,7 @@ from retrograd._load import torch
 
 Variable = torch.autograd.Variable
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # code that runs in the middle of it, a finalizer say, may come here again
 _engine = _C.Engine()
 _undo: list[Callable[[], None]] = []
 
@@ -68,6 +68,8 @@ def _watch_saved_tensor_hooks() -> None:
     _replace(saved_tensor, "register_hooks", noting)
 
 
+# A child that is forked in the middle of another thread's install() would be left with half of it: fork() waits.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 # In a forked child PyTorch makes its Python engine anew at its next use through Python; C++ callers reach it by
 # address. One use is enough.
 os.register_at_fork(after_in_child=torch._C._ImperativeEngine().is_checkpoint_valid)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # comparing finders may run code
+# Held for a moment only, so fork() can wait: what it guards is whole in the child.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def when_imported(name: str, action: Callable[[Any], Callable[[], None]]) -> Callable[[], None]:

@@ -1431,8 +1431,8 @@ uint64_t all_fallbacks(const Stats& s) {
 }
 
 constexpr ScheduleReason kReasons[] = {ScheduleReason::kCreateGraph, ScheduleReason::kCaptureInProgress,
-                                       ScheduleReason::kGraphInUse, ScheduleReason::kInsideCapture,
-                                       ScheduleReason::kNoCompiler};
+                                       ScheduleReason::kGraphInUse,  ScheduleReason::kInsideCapture,
+                                       ScheduleReason::kNoCompiler,  ScheduleReason::kNotCapturable};
 
 Options compiled_by(uint32_t number, bool dynamic = false) { return Options().compiler(number, dynamic); }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import operator
 import re
 import zlib
 from collections import defaultdict
@@ -60,9 +61,34 @@ def describe_error(error: BaseException) -> str:
     return chain if error.__cause__ is None else f"{chain} <- {describe_error(error.__cause__)}"
 
 
-def normalize(module: torch.fx.GraphModule) -> Graph:
-    """The graph without what may differ from capture to capture: names, ids, addresses."""
-    index = {node: i for i, node in enumerate(module.graph.nodes)}
+def stand_ins(inputs: list[Any]) -> dict[int, int]:
+    """Which inputs are there a second time, as retrograd gives leaves that a custom function saved; and which they are.
+
+    The function gets the leaf, and the accumulation gets the stand-in at the end of the inputs.
+    """
+    places = {}
+    for place, value in enumerate(inputs):
+        if (
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and value.is_leaf
+            and value.requires_grad
+            and value.numel()
+        ):
+            places.setdefault((value.data_ptr(), value.shape, value.stride()), []).append(place)
+    return {second: first for first, second in (found for found in places.values() if len(found) == 2)}
+
+
+def normalize(module: torch.fx.GraphModule, same: dict[int, int] | None = None) -> Graph:
+    """The graph without what may differ from capture to capture: names, ids, addresses; and without stand-ins."""
+    taken = {
+        node.args[1]: node
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target is operator.getitem and str(node.args[0]) == "inputs"
+    }
+    instead = {taken[second]: taken[first] for second, first in (same or {}).items()}
+    index = {node: i for i, node in enumerate(node for node in module.graph.nodes if node not in instead)}
+    index.update({second: index[first] for second, first in instead.items()})
 
     class Ref:
         def __init__(self, node: torch.fx.Node) -> None:
@@ -73,6 +99,8 @@ def normalize(module: torch.fx.GraphModule) -> Graph:
 
     lines = []
     for node in module.graph.nodes:
+        if node in instead:
+            continue
         args = torch.fx.node.map_arg(node.args, Ref)
         kwargs = dict(sorted(torch.fx.node.map_arg(node.kwargs, Ref).items()))
         target = node.target if isinstance(node.target, str) else target_name(node.target)
@@ -106,11 +134,15 @@ class Compiled:
         self._calls = calls
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Any, packed: Any) -> Any:
+        same = stand_ins(inputs)
+        if same:
+            self.graph = normalize(self.module, same)
         # A size is a dimension of an empty tensor, or an int where it is zero or negative.
         plain_sizes = [size.shape[1] if isinstance(size, Tensor) else size for size in sizes]
         hook_names = [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+        own = [_workspace(value) for i, value in enumerate(inputs) if i not in same]
         self._calls.append(
-            f"inputs={describe([_workspace(i) for i in inputs])} sizes={plain_sizes} scalars={list(scalars)} "
+            f"inputs={describe(own)} sizes={plain_sizes} scalars={list(scalars)} "
             f"hooks={hook_names} packed={describe(tuple(packed))}"
         )
         return self._run(inputs, sizes, scalars, hooks, packed)

@@ -395,7 +395,28 @@ struct Scale : Function<Scale<kTraceable>> {
   }
 };
 
+struct ScaleBy : torch::autograd::Function<ScaleBy> {
+  static constexpr bool is_traceable = true;
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Scalar& scalar, bool flag) {
+    if (scalar.isIntegral(false)) {
+      ctx->saved_data["scalar"] = scalar.toLong();
+    } else {
+      ctx->saved_data["scalar"] = scalar.toDouble();
+    }
+    ctx->saved_data["flag"] = flag;
+    return x.mul(scalar);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto& scalar = ctx->saved_data["scalar"];
+    if (scalar.isDouble() || scalar.isSymFloat()) return {grads[0].mul(scalar.toSymFloat()), {}, {}};
+    return {grads[0].mul(scalar.toSymInt()), {}, {}};
+  }
+};
+
 TORCH_LIBRARY(retrograd_features, library) {
+  library.def("scale_by", [](const at::Tensor& x, const at::Scalar& scalar, bool flag) {
+    return ScaleBy::apply(x, scalar, flag);
+  });
   library.def("scale", [](const at::Tensor& x, const at::Tensor& w, int64_t i, double d, bool flag) {
     return Scale<true>::apply(x, w, i, d, flag);
   });
@@ -1725,3 +1746,234 @@ def test_nothing_is_freed_after_the_interpreter_is_gone() -> None:
     kept.backward(retain_graph=True)
     atexit.register(check, 3, wants[3])  # and one more call while the interpreter goes
     """)
+
+
+# --- What one graph must not be used for ---
+
+
+def test_retain_grad_on_another_output_of_the_node() -> None:
+    def program(rec: Recorder) -> None:
+        for which in (0, 1, 2):
+            x = leaf(3, 4)
+            parts = x.unbind()
+            parts[which].retain_grad()
+            sum((part * (i + 2)).sin().sum() for i, part in enumerate(parts)).backward()
+            rec.grads(x, parts[which])
+
+    # torch's own uses the first graph for all three.
+    check_against_eager(run("eager", program), run("retrograd", program))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_hooks_on_another_saved_tensor_of_the_node(keep: bool) -> None:
+    """Hooks that SavedTensor.register_hooks puts on, past the engine."""
+
+    def program(rec: Recorder) -> None:
+        for step, which in enumerate(("self", "other", "both", "none", "self", "other", "both", "none")):
+            x, w = leaf(3, seed=step), leaf(3, seed=9)
+            y = torch.atan2(x * 2 + 5, w * 3 + 5)
+            for name in ("self", "other") if which == "both" else (which,):
+                if name != "none":
+                    getattr(y.grad_fn, f"_raw_saved_{name}").register_hooks(lambda t: t * 1, lambda t: t)
+            for _ in range(2 if keep else 1):
+                y.exp().sum().backward(retain_graph=keep)
+            rec.grads(x, w)
+
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    check_path(ours, calls=16 if keep else 8, captures=4)
+
+
+def test_hooks_on_another_saved_tensor_of_a_function_or_a_list() -> None:
+    def program(rec: Recorder) -> None:
+        def hooked(which: int, count: int) -> Iterator[contextlib.AbstractContextManager[None]]:
+            hooks = saved_tensors_hooks(lambda t: t * 1, lambda t: t)
+            return iter([hooks if i == which else contextlib.nullcontext() for i in range(count)])
+
+        for which in (0, 1):
+            x, w = leaf(3, seed=which), leaf(3, seed=9)
+            y = Scale.apply(x, w, 2.0)
+            y.grad_fn._raw_saved_tensors[which].register_hooks(lambda t: t * 1, lambda t: t)
+            y.sum().backward()
+            rec.grads(x, w)
+            x, rows, columns = leaf(4, 4), torch.tensor([1, 2]), torch.tensor([3, 0])
+            y = x.sin()[rows, columns]
+            y.grad_fn._raw_saved_indices[which].register_hooks(lambda t: t * 1, lambda t: t)
+            y.sum().backward()
+            rec.grads(x)
+
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    check_path(ours, calls=4, captures=4)
+
+
+def test_grad_dtype_of_a_leaf() -> None:
+    def program(rec: Recorder) -> None:
+        for dtype in (None, torch.float32, torch.bfloat16, None, torch.float32, "default"):
+            w = torch.arange(4.0).to(torch.bfloat16).requires_grad_()
+            if dtype != "default":
+                w.grad_dtype = dtype
+            for _ in range(2):
+                (w.float() * 1.001 + w.to(torch.float64).float()).sum().backward()
+            rec.grads(w)
+
+    # torch's own captures cannot assign a gradient of a type that is not the leaf's.
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    assert ours.stats["callable_fallbacks"]["not_capturable"] == 8
+    assert ours.stats["calls"]["callable"] == 4
+
+
+def test_a_scalar_of_another_type(cpp_functions: Any) -> None:
+    def program(rec: Recorder) -> None:
+        for flag in (True, False):
+            for scalar in (2, 2.5, 3, 0.5):
+                x = leaf(3, seed=1)
+                cpp_functions.scale_by(x, scalar, flag).sum().backward()
+                rec.grads(x)
+
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    check_path(ours, calls=8, captures=4)
+
+
+# --- Leaves that a custom function saved ---
+
+
+class IntoMainGrad(torch.autograd.Function):
+    """As fused optimizers have it: looks at the parameter itself, and accumulates into an attribute of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, rec: Recorder) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.rec, ctx.w = rec, w
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        ctx.rec.say("w", w is ctx.w, type(w).__name__, w.grad)
+        w.main_grad.add_(grad * x)
+        w.data = w.data + 1
+        return grad * w, grad * x, None
+
+
+@pytest.mark.parametrize("earlier", ["function", "product"])
+@pytest.mark.parametrize("compiler", ["raw", "dynamo"])
+def test_a_custom_function_gets_the_parameter_itself(compiler: str, earlier: str) -> None:
+    """Also where another node has brought the parameter before."""
+
+    def program(rec: Recorder) -> None:
+        w = nn.Parameter(torch.arange(1.0, 4.0))
+        w.main_grad = torch.zeros(3)
+        for step in range(3):
+            x = leaf(3, seed=step)
+            y = IntoMainGrad.apply(x, w, rec)
+            if earlier == "product":
+                y = y.sin() * w
+            y.sum().backward()
+            rec.grads(x, w)
+            rec.say("after", w, w.main_grad)
+
+    transform = functools.partial(torch.compile, backend="eager") if compiler == "dynamo" else lambda module: module
+    ours = run("retrograd", program, transform=transform, dynamo=True)
+    check_against_eager(run("eager", program), ours)
+    check_path(ours, calls=3, captures=1)
+
+
+def test_only_leaves_that_a_custom_function_saved_have_an_input_of_their_own() -> None:
+    def program(rec: Recorder) -> None:
+        for saved in (True, False, True):
+            model, x, w = net(), leaf(2, seed=1), leaf(2, seed=2)
+            y = model(torch.ones(1, 4))[0]
+            (Scale.apply(x, w, 2.0) * y if saved else x * w * 2.0 * y).sum().backward()
+            rec.grads(x, w, *model.parameters())
+
+    compare(program, captures=2)
+    seen = []
+
+    def count(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        def run_graph(inputs: list[Tensor], *args: Any) -> Any:
+            seen.append(sum(value.is_leaf and value.requires_grad for value in inputs))
+            return graph(inputs, *args)
+
+        return run_graph
+
+    with retrograd.enable(backend=count):
+        program(Recorder("retrograd", contextlib.nullcontext))
+    assert seen == [8, 6, 8]
+
+
+# --- Unpack hooks of custom functions ---
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_reentrant_checkpoint_inside_a_non_reentrant_one(blocks: int) -> None:
+    def program(rec: Recorder) -> None:
+        torch.manual_seed(0)
+        linear = nn.Linear(3, 3)
+
+        def inner(x: Tensor) -> Tensor:
+            return linear(x).sin()
+
+        def outer(x: Tensor) -> Tensor:
+            return checkpoint(inner, x.tanh(), use_reentrant=True) * 2
+
+        for step in range(2):
+            x = leaf(2, 3, seed=step)
+            y = x * 1.5
+            for _ in range(blocks):
+                y = checkpoint(outer, y, use_reentrant=False)
+            y.sum().backward()
+            rec.grads(x)
+            rec.module(linear)
+
+    # torch's own loses the gradient of x, and raises for several blocks.
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    assert ours.stats["calls"]["schedule"] == 0
+
+
+@pytest.mark.parametrize("compiler", ["raw", "dynamo"])
+def test_what_an_unpack_hook_returns_to_a_custom_function(compiler: str) -> None:
+    """Requires a gradient where what was packed did. Graphs are the same as torch's, and Dynamo compiles them whole."""
+
+    def program(rec: Recorder) -> None:
+        for step in range(3):
+            x, w = leaf(3, seed=step), torch.ones(3) + step
+            with saved_tensors_hooks(lambda t: t.detach() * 2, lambda t: t / 2):
+                y = Asking.apply(x.sin(), w, rec if compiler == "raw" else None)
+            y.sum().backward()
+            rec.grads(x)
+
+    def transform(module: torch.fx.GraphModule) -> Any:
+        return torch.compile(module, backend=kept, fullgraph=True) if compiler == "dynamo" else module
+
+    compiled = []
+
+    def kept(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(module)
+        return module
+
+    eager, ours = run("eager", program), run("retrograd", program, transform=transform, dynamo=True)
+    check_against_eager(eager, ours)
+    check_path(ours, calls=3, captures=1)
+    assert len(compiled) <= 1
+    if compiler == "raw":
+        assert ours.said("saved") == [[True, False]] * 3
+        assert ours.graphs == run("stock", program).graphs
+
+
+class Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, rec: Recorder | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.rec = rec
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, w = ctx.saved_tensors
+        if ctx.rec is not None:
+            ctx.rec.say("saved", x.requires_grad, w.requires_grad)
+        return grad * w + x.detach() - x.detach(), None, None

@@ -272,9 +272,11 @@ class Model:
             assert torch.equal(leaf.grad, once * calls + (start or 0.0))
 
 
-def expect_exact_sums(scopes: Sequence[Callable[[], AbstractContextManager[None]]], calls: int = 200) -> Tally:
+def expect_exact_sums(
+    scopes: Sequence[Callable[[], AbstractContextManager[None]]], calls: int = 200, model: Model | None = None
+) -> Tally:
     """One thread for each scope, all on one model; `.grad` None at the start, then present; cold, then warm."""
-    model = Model()
+    model = model or Model()
     retrograd.cache_clear()
 
     def work(scope: Callable[[], AbstractContextManager[None]]) -> None:
@@ -296,6 +298,35 @@ def test_shared_model_loses_no_gradient(maker: str, switch: str) -> None:
     compiler = Compiler(MAKERS[maker])
     tally = expect_exact_sums([lambda: SWITCHES[switch](compiler)] * THREADS)
     assert tally.captures == len(compiler.graphs) == 1, "one graph, whether .grad is None or present"
+    expect_only_in_progress(tally)
+
+
+class Product(torch.autograd.Function):
+    """x @ w, with the weight itself among its saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        assert w.is_the_parameter
+        return grad @ w.t(), x.t() @ grad
+
+
+class ModelWithFunction(Model):
+    def loss(self) -> Tensor:
+        self.w.is_the_parameter = True  # type: ignore[attr-defined]
+        h = (self.x @ self.w + self.b).relu()
+        return Product.apply(h, self.w).sum() + self.b.sum()  # type: ignore[no-any-return]
+
+
+def test_shared_model_whose_custom_function_saves_a_weight() -> None:
+    compiler = Compiler(MAKERS["raw"])
+    tally = expect_exact_sums([lambda: retrograd.enable(backend=compiler)] * THREADS, model=ModelWithFunction())
+    assert tally.captures == len(compiler.graphs) == 1
     expect_only_in_progress(tally)
 
 

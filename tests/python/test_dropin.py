@@ -1038,3 +1038,124 @@ assert type(torch._dynamo.compiled_autograd).__name__ == "module"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- Fork ---
+
+FORK = """
+    import contextlib, faulthandler
+    from retrograd import _compilers, _dropin, _entry, _importing
+
+    @contextlib.contextmanager
+    def in_thread(body):  # body(inside, leave) in the middle of its work while the block runs, and for a moment longer
+        inside, leave = threading.Event(), threading.Event()
+        thread = threading.Thread(target=body, args=(inside.set, lambda: leave.wait(60)))
+        thread.start()
+        assert inside.wait(60)
+        threading.Timer(0.5, leave.set).start()
+        yield
+        thread.join()
+
+    def gradient():
+        x = torch.ones(4, requires_grad=True)
+        with front_end._enable(lambda graph: graph), retrograd.enable(backend=lambda graph: graph):
+            (x * 3).sum().backward()
+        assert x.grad.tolist() == [3.0] * 4
+        assert retrograd.stats()["calls"]["callable"] > 0
+
+    def in_child(work):
+        child = os.fork()
+        if child == 0:
+            try:
+                faulthandler.dump_traceback_later(30, exit=True)  # it hangs
+                work()
+                os._exit(0)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_fork_while_another_thread_compares_compiler_functions() -> None:
+    in_new_process(
+        FORK
+        + """
+    def comparing(inside, leave):
+        with _compilers._lock:
+            inside()
+            leave()
+
+    for _ in range(2):
+        with in_thread(comparing):
+            in_child(gradient)
+        gradient()
+    """
+    )
+
+
+@pytest.mark.parametrize("what", ["install", "uninstall"])
+def test_fork_while_another_thread_installs_or_uninstalls(what: str) -> None:
+    """The child finds all of it or nothing, and may do it again."""
+    in_new_process(
+        FORK
+        + f"""
+    what = {what!r}
+    """
+        + """
+    def installing(inside, leave):
+        def slow(*args):
+            inside()
+            leave()
+            return install(*args)
+
+        install, _dropin.install = _dropin.install, slow
+        _entry.install()
+        _dropin.install = install
+
+    def uninstalling(inside, leave):
+        def slow():
+            inside()
+            leave()
+
+        _entry._undo.append(slow)
+        _entry.uninstall()
+
+    def child():
+        whole = retrograd.is_installed()
+        assert whole == (what == "install")
+        assert type(front_end).__name__ == ("FrontEndModule" if whole else "module")
+        retrograd.uninstall()
+        assert type(front_end).__name__ == "module"
+        retrograd.install()
+        gradient()
+
+    if what == "install":
+        retrograd.uninstall()
+    with in_thread(installing if what == "install" else uninstalling):
+        in_child(child)
+    child()
+    """
+    )
+
+
+def test_fork_while_another_thread_imports() -> None:
+    in_new_process(
+        FORK
+        + """
+    def importing(inside, leave):
+        with _importing._lock:
+            inside()
+            leave()
+
+    def child():
+        retrograd.uninstall()
+        retrograd.install()
+        gradient()
+
+    with in_thread(importing):
+        in_child(child)
+    child()
+    """
+    )

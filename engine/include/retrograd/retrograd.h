@@ -136,6 +136,7 @@ enum class ScheduleReason : uint8_t {
   kInsideCapture,      // called by code that runs while this call chain captures
   kNoCompiler,         // the compiler function is gone: its block, or the default that named it, ended meanwhile; or
                        // nothing in this process can compile
+  kNotCapturable,      // torch's captures cannot express it: a leaf whose grad_dtype is not its own dtype
   kWarmingUp,          // in background mode: not called often enough yet
   kCompiling,          // in background mode: its plans are not ready yet
   kNotFusable,         // no two nodes of it can be compiled together

@@ -1,0 +1,113 @@
+#include "bindings/group_compiler.h"
+
+#include <chrono>
+
+#include "bindings/compiler_interface.h"
+#include "bindings/functional_op.h"
+#include "bindings/recording.h"
+#include "engine/retained.h"
+#include "engine/stats.h"
+
+namespace retrograd::bindings {
+namespace {
+
+namespace py = pybind11;
+using namespace std::chrono_literals;
+
+// How long a call that waits for its plan anyway waits for its turn to record; others do not wait at all.
+constexpr auto kPatience = 10s;
+
+// Python's hold on an entry that it has to settle. One that is dropped unsettled goes back to cold, to be tried again.
+class Claim {
+ public:
+  explicit Claim(std::shared_ptr<const GroupEntry> entry) : entry_(std::move(entry)) {}
+  ~Claim() {
+    if (!settled_) entry_->give_back();
+  }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  void settle(std::shared_ptr<const GroupPlan> plan) {
+    if (std::exchange(settled_, true)) return;
+    entry_->settle(std::move(plan));
+  }
+  void refuse(int32_t member) {
+    if (std::exchange(settled_, true)) return;
+    entry_->refuse(member);
+  }
+
+ private:
+  std::shared_ptr<const GroupEntry> entry_;
+  bool settled_ = false;
+};
+
+struct Plan {
+  std::shared_ptr<const GroupPlan> plan;
+};
+
+class PythonGroupCompiler final : public GroupCompiler {
+ public:
+  bool make(const GroupRequest& request, const PreparedCall& call, CallFrame& frame) override {
+    auto claim = std::make_shared<Claim>(request.entry);
+    for (const CallFrame* outer = &frame; outer != nullptr; outer = outer->parent) {
+      if (outer->capturing) return false;
+    }
+    std::shared_ptr<Recording> recording;
+    {
+      const CaptureLock lock(request.wait ? std::chrono::milliseconds(kPatience) : 0ms);
+      if (!lock.owns()) return false;
+      const CaptureRight right(call.keep_graph, frame);
+      if (!right.granted()) return false;
+      thread_stats().recordings.add(1);
+      int32_t failed = -1;
+      recording = Recording::make(request, failed);
+      if (recording == nullptr) {
+        claim->refuse(failed);
+        return true;
+      }
+    }
+    const py::gil_scoped_acquire gil;
+    py::module_::import("retrograd._fused").attr("make")(std::move(recording), std::move(claim), request.wait);
+    return true;
+  }
+};
+
+py::list as_list(const variable_list& tensors) { return to_python_list(tensors); }
+
+}  // namespace
+
+void add_group_compiler(py::module_& m) {
+  py::class_<Claim, std::shared_ptr<Claim>>(m, "Claim")
+      .def("settle",
+           [](Claim& claim, const Plan& plan) {
+             thread_stats().plans.add(1);
+             claim.settle(plan.plan);
+           })
+      .def("refuse", &Claim::refuse);
+  py::class_<Plan>(m, "Plan")
+      .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs) {
+             return Plan{std::make_shared<const GroupPlan>(library,
+                                                           GroupPlan::Io{std::move(inputs), std::move(outputs)})};
+           }),
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
+      .def_property_readonly("inputs", [](const Recording& r) { return as_list(r.inputs()); })
+      .def_property_readonly("threads", &Recording::threads)
+      .def_property_readonly("content", [](const Recording& r) { return py::bytes(r.content()); })
+      .def_property_readonly("name", &Recording::name)
+      // trace(fakes) -> (outputs, None), or (the exception, the member that raised it or -1)
+      .def("trace", [](const Recording& r, const py::object& fakes) -> py::tuple {
+        int32_t failed = -1;
+        try {
+          return py::make_tuple(to_python_list(r.trace(to_variable_list(fakes), failed)), py::none());
+        } catch (py::error_already_set& error) {
+          return py::make_tuple(error.value(), failed);
+        } catch (const std::exception& error) {
+          return py::make_tuple(py::str(error.what()), failed);
+        }
+      });
+  static PythonGroupCompiler compiler;
+  set_group_compiler(&compiler);
+}
+
+}  // namespace retrograd::bindings
