@@ -4,6 +4,7 @@
 
 #include "bindings/compiler_interface.h"
 #include "bindings/functional_op.h"
+#include "bindings/py_ref.h"
 #include "bindings/recording.h"
 #include "engine/retained.h"
 #include "engine/stats.h"
@@ -39,6 +40,22 @@ class Claim {
  private:
   std::shared_ptr<const GroupEntry> entry_;
   bool settled_ = false;
+};
+
+// A traced graph as Python runs it, operator by operator.
+class PythonPlan final : public GroupPlan {
+ public:
+  PythonPlan(const py::object& graph, Io io) : GroupPlan(std::move(io)), graph_(PyRef::borrow(graph.ptr())) {}
+
+  variable_list run(variable_list&& inputs) const override {
+    const py::gil_scoped_acquire gil;
+    py::list given = to_python_list(inputs);
+    inputs.clear();
+    return to_variable_list(py::handle(graph_.get())(*given));
+  }
+
+ private:
+  PyRef graph_;
 };
 
 struct Plan {
@@ -86,10 +103,14 @@ void add_group_compiler(py::module_& m) {
       .def("refuse", &Claim::refuse);
   py::class_<Plan>(m, "Plan")
       .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs) {
-             return Plan{std::make_shared<const GroupPlan>(library,
-                                                           GroupPlan::Io{std::move(inputs), std::move(outputs)})};
+             return Plan{std::make_shared<const LibraryPlan>(library,
+                                                             GroupPlan::Io{std::move(inputs), std::move(outputs)})};
            }),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>())
+      .def(py::init([](const py::function& graph, std::vector<uint32_t> inputs, std::vector<int32_t> outputs) {
+        return Plan{
+            std::make_shared<const PythonPlan>(graph, GroupPlan::Io{std::move(inputs), std::move(outputs)})};
+      }));
   py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
       .def_property_readonly("inputs", [](const Recording& r) { return as_list(r.inputs()); })
       .def_property_readonly("threads", &Recording::threads)

@@ -4,13 +4,13 @@
 
 namespace retrograd {
 
-GroupPlan::GroupPlan(const std::string& library, Io io) : library_(library), io_(std::move(io)) {
+LibraryPlan::LibraryPlan(const std::string& library, Io io) : GroupPlan(std::move(io)), library_(library) {
   idle_.push_back(take());
 }
 
-GroupPlan::~GroupPlan() = default;
+LibraryPlan::~LibraryPlan() = default;
 
-std::unique_ptr<GroupPlan::Runner> GroupPlan::take() const {
+std::unique_ptr<LibraryPlan::Runner> LibraryPlan::take() const {
   {
     const std::lock_guard lock(mutex_);
     if (!idle_.empty()) {
@@ -24,7 +24,7 @@ std::unique_ptr<GroupPlan::Runner> GroupPlan::take() const {
                                                                         /*run_single_threaded=*/true);
 }
 
-variable_list GroupPlan::run(variable_list&& inputs) const {
+variable_list LibraryPlan::run(variable_list&& inputs) const {
   auto runner = take();
   variable_list results = runner->boxed_run(std::move(inputs));
   // Not reached when it throws: an instance that failed in the middle is let go.

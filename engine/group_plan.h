@@ -1,4 +1,4 @@
-// A compiled group: a shared library that AOTInductor made, and instances of the model in it.
+// A compiled group: what runs a group's nodes as one.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,7 @@ class AOTIModelContainerRunner;
 
 namespace retrograd {
 
-// Immutable but for its pool of instances. Any number of threads may run it at a time: a thread that finds no free
-// instance makes one (about a millisecond), so none ever waits for another.
+// Immutable. Any number of threads may run it at a time.
 class GroupPlan {
  public:
   struct Io {
@@ -28,24 +27,36 @@ class GroupPlan {
     std::vector<int32_t> outputs;
   };
 
-  // Loads the library. Throws c10::Error for one that cannot be loaded.
-  GroupPlan(const std::string& library, Io io);
-  ~GroupPlan();
+  explicit GroupPlan(Io io) : io_(std::move(io)) {}
+  virtual ~GroupPlan() = default;
   GroupPlan(const GroupPlan&) = delete;
   GroupPlan& operator=(const GroupPlan&) = delete;
 
   const Io& io() const { return io_; }
 
-  // Runs on the calling thread, without Python. Takes the inputs over: each is let go of when it was used for the last
-  // time. Throws what the kernels throw (out of memory).
-  variable_list run(variable_list&& inputs) const;
+  // Runs on the calling thread. Takes the inputs over: each is let go of when it was used for the last time. Throws
+  // what the kernels throw (out of memory).
+  virtual variable_list run(variable_list&& inputs) const = 0;
+
+ private:
+  const Io io_;
+};
+
+// A shared library that AOTInductor made, and instances of the model in it. Runs without Python. A thread that finds no
+// free instance makes one (about a millisecond), so none ever waits for another.
+class LibraryPlan final : public GroupPlan {
+ public:
+  // Loads the library. Throws c10::Error for one that cannot be loaded.
+  LibraryPlan(const std::string& library, Io io);
+  ~LibraryPlan() override;
+
+  variable_list run(variable_list&& inputs) const override;
 
  private:
   using Runner = torch::inductor::AOTIModelContainerRunner;
   std::unique_ptr<Runner> take() const;
 
   const std::string library_;
-  const Io io_;
   mutable std::mutex mutex_;  // held for a push or pop only
   mutable std::vector<std::unique_ptr<Runner>> idle_;
 };

@@ -1,6 +1,7 @@
 """Makes plans for recorded groups: traced to ATen on fake tensors here, compiled by AOTInductor in a worker.
 
-Imported by the extension module at the first recording.
+Imported by the extension module at the first recording. With RETROGRAD_LOWERING=eager in the environment, traced graphs
+run operator by operator instead of compiled: to find out which of the two is at fault, and for tests.
 """
 
 from __future__ import annotations
@@ -133,6 +134,10 @@ class _State:
             return
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             fail(_NotTraceable("nothing to compute", -1))
+            return
+
+        if os.environ.get("RETROGRAD_LOWERING") == "eager":
+            plan.set_result(_C.Plan(graph.forward, inputs, outputs))
             return
 
         def load(lowered: Future[_lowering.Lowered]) -> None:
