@@ -101,26 +101,33 @@ void add_group_compiler(py::module_& m) {
              claim.settle(plan.plan);
            })
       .def("refuse", &Claim::refuse);
+  py::class_<ShapeGuards>(m, "ShapeGuards")
+      .def(py::init<std::vector<uint32_t>, std::vector<ShapeGuards::Program>, std::vector<uint32_t>>());
   py::class_<Plan>(m, "Plan")
-      .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs) {
-             return Plan{std::make_shared<const LibraryPlan>(library,
-                                                             GroupPlan::Io{std::move(inputs), std::move(outputs)})};
+      .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,
+                       ShapeGuards guards) {
+             return Plan{std::make_shared<const LibraryPlan>(
+                 library, GroupPlan::Io{std::move(inputs), std::move(outputs), std::move(guards)})};
            }),
            py::call_guard<py::gil_scoped_release>())
-      .def(py::init([](const py::function& graph, std::vector<uint32_t> inputs, std::vector<int32_t> outputs) {
-        return Plan{
-            std::make_shared<const PythonPlan>(graph, GroupPlan::Io{std::move(inputs), std::move(outputs)})};
+      .def(py::init([](const py::function& graph, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,
+                       ShapeGuards guards) {
+        return Plan{std::make_shared<const PythonPlan>(
+            graph, GroupPlan::Io{std::move(inputs), std::move(outputs), std::move(guards)})};
       }));
   py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
       .def_property_readonly("inputs", [](const Recording& r) { return as_list(r.inputs()); })
       .def_property_readonly("threads", &Recording::threads)
       .def_property_readonly("content", [](const Recording& r) { return py::bytes(r.content()); })
       .def_property_readonly("name", &Recording::name)
-      // trace(fakes) -> (outputs, None), or (the exception, the member that raised it or -1)
-      .def("trace", [](const Recording& r, const py::object& fakes) -> py::tuple {
+      .def_property_readonly("numbers", &Recording::numbers)
+      .def_property_readonly("open", [](const Recording& r) { return r.open(); })
+      .def_property_readonly("input_places", &Recording::input_places)
+      // trace(fakes, symbols) -> (outputs, None), or (the exception, the member that raised it or -1)
+      .def("trace", [](const Recording& r, const py::object& fakes, const Recording::Symbols& symbols) -> py::tuple {
         int32_t failed = -1;
         try {
-          return py::make_tuple(to_python_list(r.trace(to_variable_list(fakes), failed)), py::none());
+          return py::make_tuple(to_python_list(r.trace(to_variable_list(fakes), symbols, failed)), py::none());
         } catch (py::error_already_set& error) {
           return py::make_tuple(error.value(), failed);
         } catch (const std::exception& error) {

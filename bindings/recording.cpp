@@ -20,12 +20,13 @@ namespace {
 
 py::object ops() { return py::module_::import("torch._dynamo.compiled_autograd").attr("ops"); }
 
-// A tensor like `tensor` that shares nothing with it and has no memory.
+// A leaf like `tensor` that shares nothing with it and has no memory.
 at::Tensor without_memory(const at::Tensor& tensor) {
   at::Tensor alias = tensor.detach();
   c10::TensorImpl& impl = *alias.unsafeGetTensorImpl();
   impl.set_storage_keep_dtype(
       c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, tensor.device()), nullptr, false));
+  alias.set_requires_grad(tensor.requires_grad());  // some nodes look (LinalgSolveExBackward)
   return alias;
 }
 
@@ -37,6 +38,36 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::TensorGeometry& layou
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+// Stands for an open number in a record. Nodes only pass sizes on; the few that compute with them as they are visited
+// (the number of elements of a geometry) get something that nobody may look at.
+class OpenNumber final : public c10::SymNodeImpl {
+ public:
+  explicit OpenNumber(int64_t place) : place_(place) {}
+  static constexpr int64_t kComputed = -1;
+  int64_t place() const { return place_; }
+
+  bool is_int() override { return true; }
+  bool is_float() override { return false; }
+  bool is_bool() override { return false; }
+  bool has_hint() override { return false; }
+  std::string str() override { return "an open size"; }
+  c10::SymNode wrap_int(int64_t) override { return computed(); }
+  c10::SymNode mul(const c10::SymNode&) override { return computed(); }
+  c10::SymNode add(const c10::SymNode&) override { return computed(); }
+  c10::SymNode clone() override { return c10::make_intrusive<OpenNumber>(place_); }
+
+ private:
+  static c10::SymNode computed() { return c10::make_intrusive<OpenNumber>(kComputed); }
+  int64_t place_;
+};
+
+c10::SymInt filled_in_size(const c10::SymInt& size, const Recording::Symbols& symbols) {
+  if (!size.is_heap_allocated()) return size;
+  const auto* const open = dynamic_cast<const OpenNumber*>(size.toSymNodeImplUnowned());
+  TORCH_CHECK_NOT_IMPLEMENTED(open != nullptr && open->place() != OpenNumber::kComputed, "a size that was computed");
+  return symbols.at(static_cast<uint32_t>(open->place()));
 }
 
 }  // namespace
@@ -113,8 +144,29 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
     if (variable.is_non_overlapping_and_dense()) layout.emplace(variable);
   }
 
-  // Sizes stay as they are: all of them are constants of the plan.
-  TraceState state(std::vector<std::optional<c10::SymInt>>(call.all_size_inputs.size()), 0);
+  // The same key again, with names for addresses; and the places of its numbers.
+  {
+    GroupInputs again;
+    again.gradients = request.inputs.gradients;
+    GroupKey key;
+    const Collecting collecting = collect_group(request.group, request.nodes, request.targets, again, key,
+                                                KeyForm::kPortable, &r.places_);
+    if (collecting.obstacle != GroupObstacle::kNone || key.numbers != request.version.numbers) return nullptr;
+    r.open_ = request.version.open;
+    r.numbers_ = std::move(key.numbers);
+    r.content_.assign(reinterpret_cast<const char*>(key.fixed[0].data()), key.fixed[0].size());
+    for (size_t i = 0; i < r.numbers_.size(); ++i) {
+      r.content_ += c10::str(r.is_open(i) ? '?' : '=', r.numbers_[i], ';');
+    }
+  }
+
+  // Sizes that are not open stay as they are: constants of the plan.
+  std::vector<std::optional<c10::SymInt>> sizes(call.all_size_inputs.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const uint32_t place = r.places_.sizes + static_cast<uint32_t>(i);
+    if (r.is_open(place)) sizes[i] = c10::SymInt(c10::make_intrusive<OpenNumber>(place));
+  }
+  TraceState state(std::move(sizes), 0);
   const at::Tensor any = at::empty({0});
   const auto current = std::make_shared<Member*>(nullptr);
   const InterfaceGuard guard(std::make_unique<Recorder>(current, any));
@@ -124,9 +176,15 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
     Member& member = r.members_[m];
     *current = &member;
     member.num_inputs = node.num_inputs();
-    for (const Edge& edge : node.next_edges()) {
-      member.next.push_back(edge.is_valid() ? std::optional(edge.function->input_metadata(edge.input_nr))
-                                            : std::nullopt);
+    // Nobody gets what goes nowhere, so nothing is expected of it.
+    for (uint32_t i = 0; i < node.num_outputs(); ++i) {
+      const GroupEdge& edge = r.group_.edges[r.group_.first_edge[m] + i];
+      const bool goes = edge.to != GroupEdge::To::kNowhere;
+      const Edge& next = node.next_edge(i);
+      member.next.push_back(goes ? std::optional(next.function->input_metadata(next.input_nr)) : std::nullopt);
+      member.next_places.push_back(edge.to == GroupEdge::To::kMember ? r.places_.member_inputs[edge.index][edge.input_nr]
+                                   : goes                            ? r.places_.targets[edge.index]
+                                                                     : 0);
     }
     const torch::dynamo::autograd::NodeCall node_call(static_cast<uint32_t>(m), node.getptr());
     SwapSavedVariables saved(call, state, nullptr, node_call);
@@ -143,14 +201,6 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
     }
   }
 
-  // The same again with names for addresses, after the nodes are themselves again.
-  GroupInputs again;
-  again.gradients = request.inputs.gradients;
-  cache::Path path;
-  const Collecting collecting =
-      collect_group(request.group, request.nodes, request.targets, again, path, KeyForm::kPortable);
-  if (collecting.obstacle != GroupObstacle::kNone) return nullptr;
-  r.content_.assign(reinterpret_cast<const char*>(path[0].data()), path[0].size());
   return recording;
 }
 
@@ -159,12 +209,14 @@ std::string Recording::name() const {
                               : c10::str(members_.front().function, " .. ", members_.back().function);
 }
 
-c10::IValue Recording::with_fakes(const c10::IValue& value, const variable_list& fakes) const {
+c10::IValue Recording::filled_in(const c10::IValue& value, const Values& values) const {
   const auto fake_of = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     const auto found = index_of_.find(tensor.unsafeGetTensorImpl());
-    return found != index_of_.end() ? fakes[found->second] : tensor;
+    TORCH_CHECK_NOT_IMPLEMENTED(found != index_of_.end(), "a tensor that the node did not say it saved");
+    return values.fakes[found->second];
   };
+  if (value.isSymInt()) return filled_in_size(value.toSymInt(), values.symbols);
   if (value.isTensor()) return fake_of(value.toTensor());
   if (value.isTensorList()) {
     c10::List<at::Tensor> list;
@@ -173,22 +225,41 @@ c10::IValue Recording::with_fakes(const c10::IValue& value, const variable_list&
   }
   if (value.isTuple()) {
     std::vector<c10::IValue> elements;
-    for (const auto& element : value.toTupleRef().elements()) elements.push_back(with_fakes(element, fakes));
+    for (const auto& element : value.toTupleRef().elements()) elements.push_back(filled_in(element, values));
     return c10::ivalue::Tuple::create(std::move(elements));
   }
   if (value.isList()) {
     const auto old = value.toList();
     c10::impl::GenericList list(old.elementType());
-    for (const c10::IValue& element : old) list.push_back(with_fakes(element, fakes));
+    for (const c10::IValue& element : old) list.push_back(filled_in(element, values));
     return list;
   }
   return value;
 }
 
-variable_list Recording::call(const Member& member, const variable_list& gradients,
-                              const variable_list& fakes) const {
+at::TensorGeometry Recording::filled_in(const at::TensorGeometry& geometry, const Values& values) const {
+  std::vector<c10::SymInt> sizes, strides;
+  for (const c10::SymInt& size : geometry.sym_sizes()) sizes.push_back(filled_in_size(size, values.symbols));
+  for (const c10::SymInt& stride : geometry.sym_strides()) strides.push_back(filled_in_size(stride, values.symbols));
+  return {sizes, strides, filled_in_size(geometry.sym_storage_offset(), values.symbols)};
+}
+
+std::vector<std::optional<InputMetadata>> Recording::next_of(const Member& member, const Values& values) const {
+  auto next = member.next;
+  for (size_t i = 0; i < next.size(); ++i) {
+    if (!next[i] || next[i]->was_default_constructed()) continue;
+    auto& shape = next[i]->mutable_shape_as_dim_vector();
+    for (size_t d = 0; d < shape.size(); ++d) {
+      const auto place = member.next_places[i] + static_cast<uint32_t>(d);
+      if (is_open(place)) shape[d] = values.symbols.at(place);
+    }
+  }
+  return next;
+}
+
+variable_list Recording::call(const Member& member, const variable_list& gradients, const Values& values) const {
   torch::autograd::ivalue_list arguments;
-  for (const auto& argument : member.arguments) arguments.push_back(with_fakes(argument, fakes));
+  for (const auto& argument : member.arguments) arguments.push_back(filled_in(argument, values));
   if (const auto function = find_function(member.function)) return function(gradients, arguments);
   // libtorch gave it to torch's own front end, which keeps it as a Python object.
   py::list given;
@@ -197,7 +268,8 @@ variable_list Recording::call(const Member& member, const variable_list& gradien
   return to_variable_list(ops().attr(member.function.c_str())(*given));
 }
 
-variable_list Recording::trace(const variable_list& fakes, int32_t& failed) const {
+variable_list Recording::trace(const variable_list& fakes, const Symbols& symbols, int32_t& failed) const {
+  const Values values{fakes, symbols};
   failed = -1;
   std::vector<variable_list> waiting;
   for (const Member& member : members_) waiting.emplace_back(member.num_inputs);
@@ -214,15 +286,17 @@ variable_list Recording::trace(const variable_list& fakes, int32_t& failed) cons
     const variable_list gradients = std::move(waiting[m]);
     variable_list outputs;
     if (!member.slices) {
-      outputs = call(member, gradients, fakes);
+      outputs = call(member, gradients, values);
     } else if (gradients[0].defined()) {
       // The gradient of a tensor that was written to through a view: where the view is, what the wrapped node makes of
       // it; elsewhere, as it came.
-      const auto& [base, view, needs] = *member.slices;
+      const at::TensorGeometry base = filled_in(member.slices->base, values);
+      const at::TensorGeometry view = filled_in(member.slices->view, values);
+      const auto& needs = member.slices->needs_input_grad;
       const auto offset = view.sym_storage_offset() - base.sym_storage_offset();
       const at::Tensor whole = laid_out_as(gradients[0], base);
       const at::Tensor part = whole.as_strided_symint(view.sym_sizes(), view.sym_strides(), offset);
-      outputs = call(member, {part.clone(at::MemoryFormat::Contiguous)}, fakes);
+      outputs = call(member, {part.clone(at::MemoryFormat::Contiguous)}, values);
       for (size_t i = 0; i < outputs.size(); ++i) {
         if (!needs[i]) outputs[i] = at::Tensor();
       }
@@ -232,7 +306,10 @@ variable_list Recording::trace(const variable_list& fakes, int32_t& failed) cons
     } else {
       outputs.resize(member.next.size());
     }
-    torch::autograd::validate_outputs(member.next, outputs, [](const std::string& message) { return message; });
+    for (const at::Tensor& output : outputs) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!output.defined() || output.layout() == c10::kStrided, "a gradient that is not strided");
+    }
+    torch::autograd::validate_outputs(next_of(member, values), outputs, [](const std::string& message) { return message; });
     const size_t first = group_.first_edge[m];
     for (size_t i = 0; i < outputs.size() && first + i < group_.first_edge[m + 1]; ++i) {
       if (!outputs[i].defined()) continue;
@@ -245,7 +322,8 @@ variable_list Recording::trace(const variable_list& fakes, int32_t& failed) cons
   for (size_t k = 0; k < results.size(); ++k) {
     at::Tensor& result = results[k];
     if (!result.defined()) continue;
-    if (const auto& layout = leaf_layouts_[k]; layout && result.sym_strides() != layout->sym_strides()) {
+    if (const auto& layout = leaf_layouts_[k];
+        layout && result.sym_strides() != layout->sym_strides()) {
       result = laid_out_as(result, *layout);
     }
     // Whoever takes a result over counts on its memory being its own.

@@ -5,6 +5,7 @@
 // calls the recorded functions on fake tensors, on any thread, at any time.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -28,10 +29,17 @@ class Recording {
   size_t num_outputs() const { return num_outputs_; }
   std::string name() const;
 
+  // The group's sizes and strides, which of them the plan may leave open, and the places of each input's.
+  const std::vector<int64_t>& numbers() const { return numbers_; }
+  const std::vector<bool>& open() const { return open_; }
+  const std::vector<uint32_t>& input_places() const { return places_.inputs; }
+
   // Calls what was recorded on `fakes`, one for each of inputs(), under whatever modes are in force: the group's
-  // outputs, undefined where it gives none. No two of them share memory with each other or with an input. Under the
-  // GIL. An exception leaves `failed` at the member that raised it, or at -1.
-  variable_list trace(const variable_list& fakes, int32_t& failed) const;
+  // outputs, undefined where it gives none. No two of them share memory with each other or with an input. `symbols` has
+  // a symbolic size for each open number that is not a size or stride of an input. Under the GIL. An exception leaves
+  // `failed` at the member that raised it, or at -1.
+  using Symbols = std::map<uint32_t, c10::SymInt>;
+  variable_list trace(const variable_list& fakes, const Symbols& symbols, int32_t& failed) const;
 
  private:
   struct SlicesGeometry {  // of a node that wraps another one (CopySlices)
@@ -43,19 +51,30 @@ class Recording {
     torch::autograd::ivalue_list arguments;
     std::optional<SlicesGeometry> slices;
     std::vector<std::optional<torch::autograd::InputMetadata>> next;  // by edge
+    std::vector<uint32_t> next_places;                                // by edge: of the shape in `next`
     size_t num_inputs = 0;
     bool called = false;
   };
   class Recorder;
 
-  variable_list call(const Member& member, const variable_list& gradients, const variable_list& fakes) const;
-  c10::IValue with_fakes(const c10::IValue& value, const variable_list& fakes) const;
+  bool is_open(size_t place) const { return !open_.empty() && open_[place]; }
+  struct Values {
+    const variable_list& fakes;
+    const Symbols& symbols;
+  };
+  variable_list call(const Member& member, const variable_list& gradients, const Values& values) const;
+  c10::IValue filled_in(const c10::IValue& value, const Values& values) const;
+  at::TensorGeometry filled_in(const at::TensorGeometry& geometry, const Values& values) const;
+  std::vector<std::optional<torch::autograd::InputMetadata>> next_of(const Member& member, const Values& values) const;
 
   Group group_;
   std::vector<Member> members_;
   variable_list inputs_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;  // of the placeholders in arguments
   std::vector<std::optional<at::TensorGeometry>> leaf_layouts_;  // by output
+  NumberPlaces places_;
+  std::vector<int64_t> numbers_;
+  std::vector<bool> open_;  // by place; empty: none
   int threads_ = 1;
   size_t num_outputs_ = 0;
   std::string content_;  // equal for groups that one plan serves, in any process

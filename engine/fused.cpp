@@ -16,8 +16,8 @@ namespace {
 
 constexpr size_t kMinMembers = 2;
 
-// A group whose values keep changing is not compiled over and over: past this many keys it runs by its nodes.
-constexpr size_t kMaxEntries = 16;
+// A group whose constants keep changing is not compiled over and over: past this many keys it runs by its nodes.
+constexpr size_t kMaxKeys = 8;
 
 std::atomic<GroupCompiler*> compiler_in_place{nullptr};
 
@@ -35,7 +35,7 @@ struct CutGraph {
   explicit CutGraph(Partition cut) : partition(std::move(cut)), sites(partition.groups.size()) {}
 
   const Partition partition;
-  mutable std::vector<cache::Leaf> sites;  // by group: its entries by key
+  mutable std::vector<cache::Leaf> sites;  // by group: its GroupShapes by fixed key
 };
 
 // All that the fused backend keeps for one graph. Held by the graph's leaf.
@@ -169,8 +169,8 @@ class FusedRun {
     for (const GroupInput& input : group.inputs) {
       inputs_->gradients.push_back(buffers_.peek(group.steps[input.member], input.input_nr));
     }
-    thread_local cache::Path path;
-    const Collecting collecting = collect_group(group, members_, targets_, *inputs_, path);
+    thread_local GroupKey key;
+    const Collecting collecting = collect_group(group, members_, targets_, *inputs_, key);
     const GroupPlan* plan = nullptr;
     switch (collecting.obstacle) {
       case GroupObstacle::kSavedTensorHooks:
@@ -185,14 +185,14 @@ class FusedRun {
         reason_ = ScheduleReason::kNotFusable;
         break;
       case GroupObstacle::kNone:
-        plan = find_plan(group, cut_.sites[g], path[0]);
+        plan = find_plan(group, cut_.sites[g], key);
         break;
     }
     if (plan == nullptr) {
       inputs_.reset();  // before nodes run: what they saved must be theirs alone
       run_members(group);
     } else {
-      run_plan(*plan, group);
+      run_plan(*plan, group, key.numbers);
     }
     return true;
   }
@@ -201,25 +201,36 @@ class FusedRun {
     for (const uint32_t k : group.steps) run_step(k);
   }
 
-  const GroupPlan* find_plan(const Group& group, cache::Leaf& leaf, cache::KeyView key) {
-    const void* found = leaf.find(key);
+  const GroupPlan* find_plan(const Group& group, cache::Leaf& site, const GroupKey& key) {
+    const void* found = site.find(key.fixed[0]);
     if (found == nullptr) {
-      if (leaf.plan_count() >= kMaxEntries) {
+      if (site.plan_count() >= kMaxKeys) {
         reason_ = ScheduleReason::kTooManyKeys;
         return nullptr;
       }
-      found = leaf.get_or_build(key, cache::Wait::kYes, []() -> std::shared_ptr<const void> {
-        auto holder = std::make_shared<const std::shared_ptr<const GroupEntry>>(std::make_shared<const GroupEntry>());
-        return holder;
+      found = site.get_or_build(key.fixed[0], cache::Wait::kYes, []() -> std::shared_ptr<const void> {
+        return std::make_shared<const GroupShapes>();
       });
     }
-    const auto& entry = *static_cast<const std::shared_ptr<const GroupEntry>*>(found);
-    if (const GroupPlan* plan = entry->plan()) return plan;
-    make_plan(group, entry, leaf.plan_count() == 1 ? 1 : hot_after());
-    return entry->plan();
+    const auto& shapes = *static_cast<const GroupShapes*>(found);
+    const GroupShapes::Version* version = shapes.find(key.numbers);
+    if (version != nullptr) {
+      if (const GroupPlan* plan = version->entry->plan()) return plan;
+    } else {
+      version = shapes.find_or_add(key.numbers);
+    }
+    if (version == nullptr) {
+      reason_ = ScheduleReason::kTooManyKeys;
+      return nullptr;
+    }
+    const bool is_first = site.plan_count() == 1 && shapes.size() == 1;
+    make_plan(group, *version, is_first ? 1 : hot_after());
+    // What was left open may have got conditions that this call does not meet.
+    return shapes.find(key.numbers) == version ? version->entry->plan() : nullptr;
   }
 
-  void make_plan(const Group& group, const std::shared_ptr<const GroupEntry>& entry, uint32_t after) {
+  void make_plan(const Group& group, const GroupShapes::Version& version, uint32_t after) {
+    const auto& entry = version.entry;
     const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
     using State = GroupEntry::State;
     if (entry->state() == State::kCold) {
@@ -234,7 +245,7 @@ class FusedRun {
       }
       if (entry->claim()) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
-        if (!compiler->make({group, members_, targets_, *inputs_, entry, blocking}, call_, run_.frame)) {
+        if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
           reason_ = ScheduleReason::kGraphInUse;
           return;
         }
@@ -249,7 +260,7 @@ class FusedRun {
     }
   }
 
-  void run_plan(const GroupPlan& plan, const Group& group) {
+  void run_plan(const GroupPlan& plan, const Group& group, std::span<const int64_t> numbers) {
     RECORD_FUNCTION("retrograd: fused group", c10::ArrayRef<const c10::IValue>());
     variable_list given;
     given.reserve(plan.io().inputs.size());
@@ -257,6 +268,7 @@ class FusedRun {
     for (const uint32_t i : plan.io().inputs) {
       given.push_back(i < num_gradients ? inputs_->gradients[i] : inputs_->tensors()[i - num_gradients]);
     }
+    for (const uint32_t place : plan.io().guards.extra()) given.push_back(at::empty({0, numbers[place]}));
     inputs_.reset();
     for (const uint32_t k : group.steps) {
       done_[k] = true;

@@ -23,15 +23,6 @@ using torch::dynamo::autograd::NodeCall;
 // Wider nodes (a cat of hundreds of tensors) have keys and graphs out of proportion to what fusing them saves.
 constexpr size_t kMaxEdges = 64;
 
-void put_symints(cache::Path& path, c10::SymIntArrayRef values, bool& symbolic) {
-  path.put(static_cast<uint32_t>(values.size()));
-  for (const c10::SymInt& value : values) {
-    const auto number = value.maybe_as_int();
-    symbolic |= !number;
-    path.put(number.value_or(0));
-  }
-}
-
 void put_type(cache::Path& path, const std::type_info& type, KeyForm form) {
   if (form == KeyForm::kFast) {
     path.put(reinterpret_cast<uintptr_t>(&type));
@@ -66,19 +57,26 @@ void put_options(cache::Path& path, const c10::TensorOptions& options) {
 }
 
 // What outputs are validated against. False for what no plan can serve.
-bool put_metadata(cache::Path& path, const InputMetadata& metadata) {
+bool put_metadata(GroupKey& key, const InputMetadata& metadata) {
+  cache::Path& path = key.fixed;
   path.put(static_cast<uint8_t>(metadata.was_default_constructed()));
   if (metadata.was_default_constructed()) return true;  // an input that takes anything
   if (metadata.is_nested_tensor() || metadata.is_tensor_subclass()) return false;
   put_options(path, metadata.options());
   const auto grad_dtype = metadata.grad_dtype();
   path.put(static_cast<int8_t>(grad_dtype ? static_cast<int8_t>(*grad_dtype) : -1));
-  bool symbolic = false;
-  put_symints(path, c10::SymIntArrayRef(metadata.shape_as_dim_vector()), symbolic);
-  return !symbolic;
+  const auto& shape = metadata.shape_as_dim_vector();
+  path.put(static_cast<uint32_t>(shape.size()));
+  for (const c10::SymInt& size : shape) {
+    const auto number = size.maybe_as_int();
+    if (!number) return false;
+    key.numbers.push_back(*number);
+  }
+  return true;
 }
 
-bool put_tensor(cache::Path& path, const at::Tensor& tensor) {
+bool put_tensor(GroupKey& key, const at::Tensor& tensor) {
+  cache::Path& path = key.fixed;
   path.put(static_cast<uint8_t>(tensor.defined()));
   if (!tensor.defined()) return true;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -86,19 +84,21 @@ bool put_tensor(cache::Path& path, const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kNever({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
                                         c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
                                         c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
-                                        c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+                                        c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
+                                        c10::DispatchKey::NestedTensor});
   if (impl.layout() != c10::kStrided || keys.has_any(kNever) || at::isQIntType(tensor.scalar_type()) ||
       impl.has_symbolic_sizes_strides() || !impl.has_storage()) {
     return false;
   }
   path.put(keys.raw_repr());
   path.put(static_cast<int8_t>(tensor.scalar_type()));
+  path.put(static_cast<uint8_t>(tensor.requires_grad()));  // some nodes look (LinalgSolveExBackward)
   path.put(tensor.device().index());
   const auto sizes = impl.sizes();
-  path.put(static_cast<uint32_t>(sizes.size()));
-  path.put_bytes(std::as_bytes(std::span(sizes.data(), sizes.size())));
   const auto strides = impl.strides();
-  path.put_bytes(std::as_bytes(std::span(strides.data(), strides.size())));
+  path.put(static_cast<uint32_t>(sizes.size()));
+  key.numbers.insert(key.numbers.end(), sizes.begin(), sizes.end());
+  key.numbers.insert(key.numbers.end(), strides.begin(), strides.end());
   return true;
 }
 
@@ -142,8 +142,11 @@ void append_environment(cache::Path& path) {
 }
 
 Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::span<Node* const> targets,
-                         GroupInputs& inputs, cache::Path& path, KeyForm form) {
+                         GroupInputs& inputs, GroupKey& key, KeyForm form, NumberPlaces* places) {
+  cache::Path& path = key.fixed;
   path.clear();
+  key.numbers.clear();
+  const auto here = [&key] { return static_cast<uint32_t>(key.numbers.size()); };
   path.begin_key();
   append_environment(path);
   if (form == KeyForm::kPortable) put_structure(path, group);
@@ -169,25 +172,36 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
       return {GroupObstacle::kError, m};
     }
     if (!call.hooks.empty() || !call.packed_inputs.empty()) return {GroupObstacle::kSavedTensorHooks, m};
-    const KeyBytes key = key_bytes(args);
-    path.put(static_cast<uint32_t>(key.size()));
-    path.put_bytes(std::as_bytes(key));
-    for (uint32_t i = 0; i < node.num_inputs(); ++i) plain &= put_metadata(path, node.input_metadata(i));
+    const KeyBytes bytes = key_bytes(args);
+    path.put(static_cast<uint32_t>(bytes.size()));
+    path.put_bytes(std::as_bytes(bytes));
+    if (places != nullptr) places->member_inputs.emplace_back();
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+      if (places != nullptr) places->member_inputs.back().push_back(here());
+      plain &= put_metadata(key, node.input_metadata(i));
+    }
   }
   for (size_t k = 0; k < targets.size(); ++k) {
     Node& target = *targets[k];
     const uint32_t input_nr = group.outputs[k].input_nr;
-    plain &= put_metadata(path, target.input_metadata(input_nr));
+    if (places != nullptr) places->targets.push_back(here());
+    plain &= put_metadata(key, target.input_metadata(input_nr));
     // The layout in which the leaf can take the gradient over without a copy.
     const bool is_leaf = typeid(target) == typeid(AccumulateGrad);
     path.put(static_cast<uint8_t>(is_leaf));
-    if (is_leaf) plain &= put_tensor(path, static_cast<const AccumulateGrad&>(target).variable);
+    if (places != nullptr) places->leaves.push_back(here());
+    if (is_leaf) plain &= put_tensor(key, static_cast<const AccumulateGrad&>(target).variable);
   }
-  for (const at::Tensor& gradient : inputs.gradients) plain &= put_tensor(path, gradient);
+  const auto put_input = [&](const at::Tensor& tensor) {
+    if (places != nullptr) places->inputs.push_back(here());
+    plain &= put_tensor(key, tensor);
+  };
+  for (const at::Tensor& gradient : inputs.gradients) put_input(gradient);
   path.put(static_cast<uint32_t>(inputs.tensors().size()));
-  for (const at::Tensor& tensor : inputs.tensors()) plain &= put_tensor(path, tensor);
+  for (const at::Tensor& tensor : inputs.tensors()) put_input(tensor);
   path.put(static_cast<uint32_t>(call.all_size_inputs.size()));
-  for (const auto& size : call.all_size_inputs) path.put(size.value);
+  if (places != nullptr) places->sizes = here();
+  for (const auto& size : call.all_size_inputs) key.numbers.push_back(size.value);
   path.put(static_cast<uint32_t>(call.lifted_ivalue_args.args.size()));
   for (const auto& argument : call.lifted_ivalue_args.args) plain &= put_scalar(path, *argument.actual_ptr);
   path.end_key();

@@ -36,14 +36,31 @@ struct Collecting {
 // The state outside the graph that a plan bakes in: intra-op threads, numerics switches, dispatch keys in force.
 void append_environment(cache::Path& path);
 
+// What a plan depends on, apart: `fixed` has one key of all that every plan bakes in; `numbers` has the sizes and
+// strides, which a plan may leave open.
+struct GroupKey {
+  cache::Path fixed;
+  std::vector<int64_t> numbers;
+};
+
+// Where the numbers of what are: of a tensor first its sizes, then its strides.
+struct NumberPlaces {
+  std::vector<std::vector<uint32_t>> member_inputs;  // by member and slot: the shape that the slot expects
+  std::vector<uint32_t> targets;                     // by output: the shape that the slot expects
+  std::vector<uint32_t> leaves;                      // by output: the variable of a leaf; of no meaning for others
+  std::vector<uint32_t> inputs;                      // gradients, then tensors
+  uint32_t sizes = 0;                                // the first size that a member saved as such
+};
+
 // What stands for a type in a key: its address, or its name.
 enum class KeyForm : uint8_t { kFast, kPortable };
 
-// Collects `nodes`, the members of `group`, into `inputs`, whose gradients are there already, and writes one key to
-// `path`. Equal keys mean that one plan serves both. Fast keys are good in this
+// Collects `nodes`, the members of `group`, into `inputs`, whose gradients are there already, and makes the key.
+// Equal keys mean that one plan serves both. Fast keys are good in this
 // process only. Does not throw for what the graph holds; the graph is never changed.
 Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::span<Node* const> targets,
-                         GroupInputs& inputs, cache::Path& path, KeyForm form = KeyForm::kFast);
+                         GroupInputs& inputs, GroupKey& key, KeyForm form = KeyForm::kFast,
+                         NumberPlaces* places = nullptr);
 
 // Whether the node may be in a group at all, told from its type and what it wraps; hooks and captures are not looked at.
 bool may_be_fused(Node& node);

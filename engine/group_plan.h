@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "engine/shape_guards.h"
 #include "engine/walk.h"
 
 namespace torch::inductor {
@@ -25,6 +26,8 @@ class GroupPlan {
     std::vector<uint32_t> inputs;
     // By output of the group: which of the plan's results it is, or -1 where the group gives no gradient.
     std::vector<int32_t> outputs;
+    // What must hold of the group's numbers beyond those that the plan was made for exactly.
+    ShapeGuards guards{};
   };
 
   explicit GroupPlan(Io io) : io_(std::move(io)) {}

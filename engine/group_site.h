@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "engine/group_plan.h"
@@ -57,12 +58,52 @@ class GroupEntry {
   mutable std::shared_ptr<const GroupPlan> owner_;  // written once, before plan_
 };
 
+// The plans of one group for one fixed key, by its sizes and strides: a plan for exactly those seen first; then one that
+// leaves open what was seen to change; then, for what that one does not admit, more of either kind up to a limit.
+class GroupShapes {
+ public:
+  static constexpr size_t kMaxVersions = 8;
+
+  struct Version {
+    std::vector<int64_t> numbers;            // seen at its making
+    std::vector<bool> open;                  // by place; empty: none
+    std::shared_ptr<const GroupEntry> entry = std::make_shared<const GroupEntry>();
+
+    bool is_open(size_t place) const { return !open.empty() && open[place]; }
+  };
+
+  GroupShapes() = default;
+  ~GroupShapes();
+  GroupShapes(const GroupShapes&) = delete;
+  GroupShapes& operator=(const GroupShapes&) = delete;
+
+  // The version that serves `numbers`, or will; null: there is none. Never blocks. Good while this is held.
+  const Version* find(std::span<const int64_t> numbers) const noexcept;
+
+  // The same, made where there is none; null where none will be made.
+  const Version* find_or_add(std::span<const int64_t> numbers) const;
+
+  size_t size() const noexcept { return size_.load(std::memory_order_acquire); }
+
+ private:
+  struct Link {
+    Version version;
+    std::atomic<Link*> next{nullptr};
+  };
+  static bool serves(const Version& version, std::span<const int64_t> numbers) noexcept;
+
+  mutable std::mutex mutex_;  // held while a version is added; readers need none
+  mutable std::atomic<Link*> first_{nullptr};
+  mutable std::atomic<size_t> size_{0};
+};
+
 // What a group's plan is to be made from.
 struct GroupRequest {
   const Group& group;
   std::span<Node* const> nodes;    // the members
   std::span<Node* const> targets;  // of the group's outputs
   GroupInputs& inputs;
+  const GroupShapes::Version& version;
   std::shared_ptr<const GroupEntry> entry;  // claimed by the caller
   bool wait;                                // for the plan to be made
 };
