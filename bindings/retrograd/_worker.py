@@ -342,7 +342,8 @@ def _fault(name: str) -> None:
     print(f"fault: {fault}", flush=True)
     if fault == "hang":
         time.sleep(3600)
-    elif fault == "disk":
+    elif fault in ("disk", "slow"):
+        time.sleep(4 if fault == "slow" else 0)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
