@@ -185,7 +185,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("factory",
                              [](const Compiler& c) { return py::reinterpret_borrow<py::object>(c.factory()); });
   m.def("intern_compiler", &retrograd::bindings::intern_compiler);
-  m.def("find_compiler", &retrograd::bindings::find_compiler);
+  m.def("find_compiler", &retrograd::bindings::use_compiler);
 
   m.def("enter_setting", &enter_setting);
   m.def("leave_setting", &leave_setting);
