@@ -222,8 +222,11 @@ def test_guards_of_tracing_and_of_lowering_reject(compiled: dict[str, Future[Low
 def test_only_libraries_are_left_behind(compiled: dict[str, Future[Lowered]], out_dir: Path) -> None:
     libraries = {Path(future.result(300).library) for future in compiled.values()}
     assert set(out_dir.iterdir()) == libraries
+    (worker,) = _lowering._pool._workers
+    assert worker._folder in folders()
+    assert set(os.listdir(worker._folder)) == {"lock", "log"}
     _lowering.shutdown()
-    assert not folders()
+    assert worker._folder not in folders()
 
 
 # Guards as trees ----------------------------------------------------------------------------------------------------
@@ -375,13 +378,14 @@ def test_a_worker_that_died_between_jobs_costs_no_job(fault: Callable[[str], Non
 @pytest.mark.parametrize(("what", "why"), [("garbage", "nonsense"), ("die", "killed")])
 def test_garbage_and_death_in_a_job_are_that_jobs_error(fault: Callable[[str], None], what: str, why: str) -> None:
     fault(f"{what}:job")
+    others = folders()
     future = _lowering.submit(simple(), threads=1, name="job")
     pid = the_worker()
     with pytest.raises(LoweringError, match=why) as caught:
         future.result(60)
     assert f"fault: {what}" in caught.value.output  # what it printed last
     assert not members(pid)
-    eventually(lambda: not folders(), 5)
+    eventually(lambda: folders() <= others, 5)
 
 
 def test_shutdown_fails_what_runs_and_what_waits(fault: Callable[[str], None]) -> None:
@@ -391,7 +395,7 @@ def test_shutdown_fails_what_runs_and_what_waits(fault: Callable[[str], None]) -
     assert not _lowering.wait(0.1)
     start = time.monotonic()
     _lowering.shutdown()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 4  # 5: it gave up waiting for a thread
     for future in futures:
         with pytest.raises(LoweringError, match="shut down"):
             future.result(5)
@@ -485,7 +489,7 @@ def test_ctrl_c_is_prompt_and_quiet() -> None:
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     assert errors.count("Traceback") == 1 and errors.strip().endswith("KeyboardInterrupt"), errors
     eventually(lambda: not members(pid), 5)
 
