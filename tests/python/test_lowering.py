@@ -340,11 +340,13 @@ def test_a_killed_worker_fails_its_job_and_takes_its_compilers_along(fault: Call
     graph = trace(lambda x: (torch.softmax(x, 0), x.sum()), [torch.zeros(64)])
     future = _lowering.submit(graph, threads=1, name="killed")
     pid = the_worker()
-    eventually(lambda: len(members(pid)) > 1, 60)  # g++ runs
+    (worker,) = _lowering._pool._workers
+    eventually(lambda: bool(glob.glob(f"{worker._folder}/job-*/*.wrapper.cpp")), 60)
+    eventually(lambda: len(members(pid)) > 1, 60)  # g++ is at the wrapper, which takes it seconds
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(LoweringError, match="died while it compiled killed"):
         future.result(20)
-    eventually(lambda: not members(pid), 5)
+    eventually(lambda: not members(pid), 0.5)
 
 
 def test_a_hanging_worker_is_stopped_and_the_next_job_gets_a_fresh_one(
