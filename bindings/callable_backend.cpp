@@ -78,7 +78,6 @@ class Family final : public Kept {
         exhausted_ = true;
         return;
       }
-      flying_ = family.in_flight_ = true;
       auto& seen = family.seen_;
       if (seen.empty()) seen = sizes;
       TORCH_INTERNAL_ASSERT(seen.size() == sizes.size());
@@ -92,6 +91,7 @@ class Family final : public Kept {
         if (seen[i].dyn_type == SizeInput::DYNAMIC) ++symbolic;
       }
       sizes_ = seen;
+      flying_ = family.in_flight_ = true;
     }
     ~Flight() {
       if (!flying_) return;
@@ -256,6 +256,26 @@ py::object wrap_stand_in(const at::Tensor& variable, const at::Tensor& stand_in)
                                : THPVariable_Wrap(stand_in);
   if (object == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);
+}
+
+// An exception to keep in the place of `error`, which has the frames of all that it went through, and other exceptions:
+// one of the same type and text; of another type, where the text needs more than plain arguments.
+py::object without_frames(const py::object& error) {
+  const py::object type = py::type::of(error);
+  std::string text = type.attr("__name__").cast<std::string>();
+  try {
+    const py::str message(error);
+    text += ": " + message.cast<std::string>();
+    const py::tuple args = error.attr("args");
+    const bool plain = std::ranges::all_of(args, [](py::handle argument) {
+      return PyUnicode_CheckExact(argument.ptr()) || PyLong_CheckExact(argument.ptr()) || argument.is_none();
+    });
+    const py::object made =
+        plain ? type.attr("__new__")(type, *args) : type.attr("__new__")(type, message);  // __init__ may do anything
+    if (py::str(made).equal(message)) return made;
+  } catch (const py::error_already_set&) {  // a __str__ or __new__ of its own
+  }
+  return py::module_::import("builtins").attr("RuntimeError")(text);
 }
 
 // An unpack hook whose result requires a gradient; not where Dynamo traces it, in whose graphs no backward can be
@@ -429,7 +449,7 @@ class CallableCall {
     } catch (py::error_already_set& error) {
       const py::gil_scoped_acquire gil;
       captured = {};
-      if (error.matches(PyExc_Exception)) flight.fail(PyRef::borrow(error.value().ptr()));
+      if (error.matches(PyExc_Exception)) flight.fail(PyRef::borrow(without_frames(error.value()).ptr()));
       throw;
     } catch (...) {
       const py::gil_scoped_acquire gil;
@@ -542,6 +562,21 @@ class CallableCall {
   std::shared_ptr<const Compiled> compiled_;
 };
 
+// A compiled function that calls backward may come to itself again. Python's own limit does not end that: it counts for
+// each thread, and the stock engine moves nested calls to new ones.
+void check_recursion(const CallFrame& frame) {
+  int inside = 0;
+  for (const CallFrame* outer = frame.parent; outer != nullptr; outer = outer->parent) {
+    inside += outer->backend_state != nullptr ? 1 : 0;
+  }
+  if (inside < 60) return;  // the stock engine's limit, for one thread
+  const py::gil_scoped_acquire gil;
+  if (inside <= Py_GetRecursionLimit()) return;
+  PyErr_Format(PyExc_RecursionError,
+               "maximum recursion depth exceeded: %d compiled backward calls, each made inside another", inside);
+  throw py::error_already_set();
+}
+
 class Backend final : public CallableBackend {
  public:
   std::optional<ScheduleReason> run(PreparedCall& call, CallFrame& frame,
@@ -549,6 +584,7 @@ class Backend final : public CallableBackend {
     for (const CallFrame* outer = &frame; outer != nullptr; outer = outer->parent) {
       if (outer->capturing) return ScheduleReason::kInsideCapture;
     }
+    check_recursion(frame);
     auto compiler = find_compiler(call.setting.options.compiler());
     if (compiler == nullptr) return ScheduleReason::kNoCompiler;
     return CallableCall(call, frame, describe_task, std::move(compiler)).run();

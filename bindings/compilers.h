@@ -19,9 +19,9 @@ class Kept {
   virtual void let_go() noexcept = 0;
 };
 
-// One compiler function. Alive as long as an open block, a default or a call in flight needs it, or while it is among
-// the functions used last; a program that makes a new one at every step must not fill memory with their graphs. When it
-// goes, so does what is kept for it.
+// One compiler function. Alive as long as an open block, a default or a call in flight needs it, while the program
+// holds the function, or while it is among the functions used last; a program that makes a new one at every step must
+// not fill memory with their graphs. When it goes, so does what is kept for it.
 class Compiler {
  public:
   Compiler(PyRef key, PyRef factory) : key_(std::move(key)), factory_(std::move(factory)) {}
@@ -35,13 +35,15 @@ class Compiler {
     return factory_.get();
   }  // factory() makes what captures one graph, such as torch's
      // AutogradCompilerInstance
+  // A weak reference to the function that was last found to be equal; null: none. Under the GIL.
+  PyObject* latest() const { return latest_.get(); }
   void keep(const std::shared_ptr<Kept>& kept);
 
  private:
   friend std::shared_ptr<Compiler> intern_compiler(const pybind11::object& key, const pybind11::object& factory);
 
   uint32_t number_ = 0;
-  PyRef key_, factory_;
+  PyRef key_, factory_, latest_;
   std::mutex mutex_;
   std::vector<std::weak_ptr<Kept>> kept_;  // guarded by mutex_
 };
@@ -59,5 +61,7 @@ void compilers_after_fork();
 
 // The compiler with this number; null when it is gone. Needs no GIL.
 std::shared_ptr<Compiler> find_compiler(uint32_t number);
+// The same for one that is going to be used. Under the GIL.
+std::shared_ptr<Compiler> use_compiler(uint32_t number);
 
 }  // namespace retrograd::bindings

@@ -36,10 +36,24 @@ struct HeldSetting {
 };
 
 // What this thread's setting names, and what its open enable() and disable() blocks have to put back. Kept here, not in
-// the Python objects, so that one object may be used by several threads.
+// the Python objects, so that one object may be used by several threads. A block that a backward call's code entered
+// and never left ended with the call, which counted it out (ThreadContext::blocks); what it has to put back is dropped
+// at the thread's next block.
 struct ThreadSettings {
   std::shared_ptr<Compiler> compiler;
   std::vector<HeldSetting> outer;
+
+  void drop_ended() {
+    uint32_t& open = retrograd::thread_context().blocks;
+    std::vector<HeldSetting> ended;  // goes last: that may run any code
+    if (open < outer.size()) {
+      compiler.swap(outer[open].compiler);
+      const auto first = outer.begin() + open;
+      ended.assign(std::move_iterator(first), std::move_iterator(outer.end()));
+      outer.erase(first, outer.end());
+    }
+    open = static_cast<uint32_t>(outer.size());  // less where the call's code left a block that it did not enter
+  }
 };
 ThreadSettings& thread_settings() {
   thread_local ThreadSettings settings;
@@ -73,12 +87,15 @@ PythonSetting as_python(const Setting& setting) {
 
 void enter_setting(PythonSetting setting) {
   ThreadSettings& mine = thread_settings();
+  mine.drop_ended();
   mine.outer.push_back({retrograd::thread_context().setting, mine.compiler});
+  ++retrograd::thread_context().blocks;
   set_setting(std::move(setting));
 }
 
 void leave_setting() {
   ThreadSettings& mine = thread_settings();
+  mine.drop_ended();
   if (mine.outer.empty()) {
     throw std::runtime_error(
         "a retrograd.enable() or disable() block was left on a thread that did not enter it; enter and leave it on "
@@ -86,6 +103,7 @@ void leave_setting() {
   }
   HeldSetting outer = std::move(mine.outer.back());
   mine.outer.pop_back();
+  --retrograd::thread_context().blocks;
   retrograd::thread_context().setting = outer.setting;
   mine.compiler.swap(outer.compiler);
 }
@@ -175,7 +193,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("factory",
                              [](const Compiler& c) { return py::reinterpret_borrow<py::object>(c.factory()); });
   m.def("intern_compiler", &retrograd::bindings::intern_compiler);
-  m.def("find_compiler", &retrograd::bindings::find_compiler);
+  m.def("find_compiler", &retrograd::bindings::use_compiler);
 
   m.def("enter_setting", &enter_setting);
   m.def("leave_setting", &leave_setting);

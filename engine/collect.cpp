@@ -212,7 +212,9 @@ std::unique_ptr<Collected> try_collect_for_capture(std::span<Node* const> nodes,
       if (typeid(node) != typeid(AccumulateGrad)) {
         node.compiled_args(args);
       } else if (auto& leaf = static_cast<AccumulateGrad&>(node); !hand_over || may_look_at_grad(leaf)) {
-        // Not waited for: its holder may be in a post-accumulate-grad hook that waits for the GIL, which is held here.
+        // Not waited for: its holder may wait for the GIL, which is held here, to add up tensors of a Python subclass
+        // or to let go of one with a Python wrapper. (libtorch runs post-accumulate-grad hooks after it let go of the
+        // lock.)
         const std::unique_lock grad_lock(node_mutex(node), std::try_to_lock);
         busy = !grad_lock.owns_lock();
         if (busy) return;

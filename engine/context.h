@@ -48,6 +48,7 @@ struct ThreadContext {
   detail::Setting setting;     // kInherit: the process default applies
   CallFrame* frame = nullptr;  // innermost call in progress on this thread
   FrontEndFlags flags;
+  uint32_t blocks = 0;        // open enable() and disable() blocks of Python's
   uint64_t unpack_hooks = 0;  // saved-tensor hooks run so far: how a step sees that its node ran user code
 
   // The setting that counts: the thread's own; else, on a thread that works for another one's backward call, that

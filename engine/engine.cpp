@@ -30,7 +30,7 @@ std::atomic<bool> stock_compiled_autograd_active{false};
 std::mutex install_mutex;  // serializes install() and uninstall(); never held while backward runs
 
 // The rare states in which a call must reach the previous engine as it is. A graph that a compiler function gets has
-// its own checks for anomaly mode.
+// its own checks for anomaly mode; calls that it does not answer go to the previous engine later.
 PreviousReason special_state(bool has_compiler) {
   if (!has_compiler && torch::autograd::AnomalyMode::is_enabled()) return PreviousReason::kAnomalyMode;
   if (c10::impl::TorchDispatchModeTLS::stack_len() != 0) return PreviousReason::kDispatchMode;
@@ -153,6 +153,11 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
   std::optional<SettingCarrier> carrier;
   if (torch::autograd::get_current_graph_task_id() >= 0) carrier.emplace();
   run_in_region(previous(), call);
+  if (call.to_previous) {
+    stats.count_previous(PreviousReason::kAnomalyMode);
+    if (!carrier) carrier.emplace();
+    return previous().execute(roots, gradients, keep_graph, create_graph, accumulate_grad, outputs);
+  }
   return std::move(call.captured);
 }
 

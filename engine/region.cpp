@@ -39,7 +39,7 @@ class BackwardRegion final : public Node {
     GraphTask& task = current_graph_task();
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
     CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
-    if (call_.keep_graph) frame.retained_on = call_.entered_on;
+    if (call_.keep_graph || call_.create_graph) frame.retained_on = call_.entered_on;
     ContextScope scope(call_.setting, call_.flags, frame);
     // The calls further out went live when the parent began.
     if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();
@@ -62,6 +62,10 @@ class BackwardRegion final : public Node {
 
   void run(GraphTask& task, CallFrame& frame) {
     if (run_callable(task, frame)) return;
+    if (torch::autograd::AnomalyMode::is_enabled()) {  // the schedule does not look for NaN
+      call_.to_previous = true;
+      return;
+    }
     const auto describe_task = [&] { describe(task); };
     const ScheduleRun run{.nodes = call_.nodes,
                           .root_gradients = call_.single_root ? &call_.gradients : nullptr,
@@ -91,7 +95,7 @@ class BackwardRegion final : public Node {
     } else if (CallableBackend* backend = callable_backend()) {
       reason = backend->run(call_, frame, [&] { describe(task); });
     }
-    if (reason) thread_stats().count_fallback(*reason);
+    if (reason && !torch::autograd::AnomalyMode::is_enabled()) thread_stats().count_fallback(*reason);
     return !reason;
   }
 

@@ -45,6 +45,7 @@ struct PreparedCall {
   const ThreadStats* entered_on = nullptr;  // the thread of the entry
   CallFrame* parent = nullptr;
 
+  bool to_previous = false;    // nothing was done: the previous engine must answer, outside the region
   variable_list captured{};    // results, for grad()
   std::exception_ptr error{};  // what the region must not throw through the stock engine (anomaly mode)
 };

@@ -131,9 +131,9 @@ def warm_up() -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Waits until nothing is being compiled or about to be; returns whether that came true within `timeout` seconds.
+    """Waits until no submitted graph is being compiled or about to be.
 
-    Callbacks of the futures have run by then.
+    Returns whether that came true within `timeout` seconds. Callbacks of the futures have run by then.
     """
     return _pool.wait(timeout)
 
@@ -169,9 +169,16 @@ _compilers_found: dict[tuple[str, str | None], str] = {}
 
 
 def _pickled(graph_module: Any) -> bytes:
+    # Lowering traces the graph once more, and makes what it wants to know of all nodes but the inputs by itself.
+    # Without that, pickling takes a third of the time.
+    stripped: list[tuple[Any, Any]] = []
     try:
         from torch.fx._graph_pickler import GraphPickler, Options
 
+        for node in graph_module.graph.nodes:
+            if node.op != "placeholder":
+                stripped.append((node, node.meta))
+                node.meta = {}
         options = Options(
             ops_filter=lambda operator: operator.startswith(_OPERATORS),
             node_metadata_key_filter=lambda key: key == "val",
@@ -179,6 +186,9 @@ def _pickled(graph_module: Any) -> bytes:
         return GraphPickler.dumps(graph_module, options)
     except Exception as error:
         raise LoweringError(f"the graph cannot be sent to the compiler ({_worker._first_line(error)})") from error
+    finally:
+        for node, meta in stripped:
+            node.meta = meta
 
 
 def _timeout() -> float:
@@ -237,17 +247,26 @@ class _Pool:
                 self._pending.add(job)
                 self._queue.append(job)
                 self._progress.added(job)
-                if self._waiting < len(self._queue) and len(self._threads) < int(_number("RETROGRAD_WORKERS", 1)):
-                    thread = threading.Thread(target=self._serve, name="retrograd-lowering", daemon=True)
-                    self._threads.add(thread)
-                    thread.start()
+                limit = max(1, int(_number("RETROGRAD_WORKERS", 1)))
+                if self._waiting < len(self._queue) and len(self._threads) < limit:
+                    thread = threading.Thread(
+                        target=self._serve, args=(self._generation,), name="retrograd-lowering", daemon=True
+                    )
+                    try:
+                        thread.start()  # it waits for the lock
+                        self._threads.add(thread)
+                    except RuntimeError as error:  # no threads left, or the interpreter is going
+                        closed = f"no thread can be started ({error})"
+                        self._queue.remove(job)
+                        self._pending.discard(job)
+                        self._progress.removed(job)
                 self._changed.notify_all()
         if closed is not None:
             job.future.set_exception(LoweringError(closed))
 
     def wait(self, timeout: float | None) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout)
+            return self._changed.wait_for(lambda: not any(job.shown for job in self._pending), timeout)
 
     def shutdown(self, why: str, final: bool = False) -> None:
         with self._changed:
@@ -284,12 +303,12 @@ class _Pool:
                     LoweringError(f"the process was forked while {job.name} was compiled, which goes on in the parent")
                 )
 
-    def _serve(self) -> None:
+    def _serve(self, generation: int) -> None:
         """A thread's work: one worker, started when there is a job and kept for the next ones."""
         worker: _Worker | None = None
-        generation = self._generation
         try:
-            while (job := self._next(generation)) is not None:
+            while (found := self._next(generation)) is not None:
+                job, generation = found
                 worker = self._run(job, worker, generation)
                 self._finished(job)
         finally:
@@ -298,7 +317,8 @@ class _Pool:
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
-    def _next(self, generation: int) -> _Job | None:
+    def _next(self, generation: int) -> tuple[_Job, int] | None:
+        """The next job and the generation it belongs to, or None when it is time to go."""
         end = time.monotonic() + _IDLE
         with self._changed:
             self._waiting += 1
@@ -310,7 +330,7 @@ class _Pool:
                         self._threads.discard(threading.current_thread())
                         return None
                     self._changed.wait(left)
-                return self._queue.popleft()
+                return self._queue.popleft(), self._generation
             finally:
                 self._waiting -= 1
 
@@ -318,6 +338,9 @@ class _Pool:
         """Runs a job to its end and returns the worker if it is still good."""
         if not job.future.set_running_or_notify_cancel():
             return worker
+        if worker is not None and worker.killed:  # by a shutdown that this job came after
+            self._drop(worker)
+            worker = None
         logger.debug("compiling %s", job.name)
         self._progress.started(job)
         lowered: Lowered | None = None
@@ -442,7 +465,7 @@ class _Worker:
         self._killed: str | None = None
         self._ready = False
         self._reaped = False
-        self._lock = threading.Lock()  # guards _killed and _reaped: a process id may be signalled until it is reaped
+        self._lock = threading.Lock()  # guards _killed and _reaped
         self._buffer = b""
         self._folder, self._folder_lock = _make_folder()
         self._log = os.path.join(self._folder, "log")
@@ -532,6 +555,11 @@ class _Worker:
         except OSError as error:
             raise _WorkerGone(f"{job.name} could not be given to the compile worker ({error})") from error
 
+    @property
+    def killed(self) -> bool:
+        """Whether kill() was called."""
+        return self._killed is not None
+
     def tail(self) -> str:
         """The last lines of what the worker and its compilers printed."""
         with contextlib.suppress(OSError), open(self._log, "rb") as log:
@@ -581,8 +609,8 @@ class _Worker:
                 os.close(fd)
 
     def _signal(self) -> None:
-        # The group first: its number stays taken as long as the worker, dead or not, has not been reaped.
-        if not self._reaped:
+        # The group's number stays taken as long as the worker, dead or not, has not been waited for.
+        if self._process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -684,7 +712,7 @@ def _environment(compiler: str, folder: str) -> dict[str, str]:
         if name not in ("PYTHONPATH", "PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONBREAKPOINT", "PYTHONWARNINGS")
     }
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of further processes, in sessions of their own
-    if "CXX" in environment:
+    if environment.pop("CXX", None):
         environment["CXX"] = compiler
     # Inductor keeps compiled headers, which save ten seconds, in a folder under TMPDIR with a name that anybody can
     # guess. (It takes no notice of TORCHINDUCTOR_CACHE_DIR there.) What others may have put there is not for us.

@@ -79,7 +79,8 @@ def export_guards(placeholders: list[Any]) -> dict[str, Any]:
 
     Returns:
         "symbols": for each symbol the [input, dimension] whose size it is; "inputs": for each input its "size" and
-        "stride", a tree for each dimension; "conditions": trees that must all be true.
+        "stride", a tree for each dimension; "conditions": trees that must all be true. A stride says nothing where the
+        tensor is empty or the dimension's size is 1.
 
     Raises:
         RefusedError: something depends on what is no size of an input, or is not expressible.
@@ -238,6 +239,16 @@ class _Trees:
 # Lowering -----------------------------------------------------------------------------------------------------------
 
 
+_CONFIG = {
+    "fallback_random": True,  # eager's numbers
+    "freezing": False,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "aot_inductor.enable_line_tables": False,  # a quarter of the size
+}
+
+
 def _import_compiler() -> None:
     """The costly imports and set-ups that every job needs, done before the first one comes."""
     import torch._inductor.compile_fx
@@ -266,14 +277,7 @@ def _lower(request: dict[str, Any], blob: bytes) -> dict[str, Any]:
         library = compile_fx_aot(
             graph_module,
             values,
-            config_patches={
-                "aot_inductor.output_path": request["folder"],
-                "fallback_random": True,
-                "freezing": False,
-                "max_autotune": False,
-                "max_autotune_gemm": False,
-                "max_autotune_pointwise": False,
-            },
+            config_patches={**_CONFIG, "aot_inductor.output_path": request["folder"]},
         )
     if not isinstance(library, str):
         raise RefusedError(f"AOTInductor made {type(library).__name__} instead of a library")
@@ -282,23 +286,25 @@ def _lower(request: dict[str, Any], blob: bytes) -> dict[str, Any]:
 
 def _prime() -> None:
     """Does what the first compile on a machine does for all later ones: headers, the processor's vector width."""
-    import torch._inductor.codecache as codecache
+    import torch
+    from torch._inductor import codecache
+    from torch._inductor.compile_fx import compile_fx_aot
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     pick_vec_isa()
     joint_graph.lazy_init()
     post_grad.lazy_init()
-    with contextlib.suppress(FileNotFoundError):
-        if any(name.endswith(".gch") for name in os.listdir(codecache._HEADER_DIR)):
-            return
-    import torch
-    from torch._inductor.compile_fx import compile_fx_aot
-    from torch.fx.experimental.proxy_tensor import make_fx
+    done = os.path.join(codecache._HEADER_DIR, f"retrograd-{torch.__version__}")
+    if os.path.exists(done):
+        return
 
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         graph_module = make_fx(lambda x: (x * 2,))(torch.zeros(4))
-        compile_fx_aot(graph_module, [torch.zeros(4)], config_patches={"aot_inductor.output_path": folder})
+        compile_fx_aot(graph_module, [torch.zeros(4)], config_patches={**_CONFIG, "aot_inductor.output_path": folder})
+    with open(done, "w"):
+        pass
 
 
 def _answer(request: dict[str, Any], blob: bytes) -> dict[str, Any]:
@@ -342,7 +348,8 @@ def _fault(name: str) -> None:
     print(f"fault: {fault}", flush=True)
     if fault == "hang":
         time.sleep(3600)
-    elif fault == "disk":
+    elif fault in ("disk", "slow"):
+        time.sleep(4 if fault == "slow" else 0)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1715,6 +1715,24 @@ TEST_F(CallableBackends, CreateGraphGoesToTheSchedule) {
   EXPECT_EQ(fallbacks(stats(), ScheduleReason::kCreateGraph), 2U);
 }
 
+TEST_F(CallableBackends, UnderAnomalyModeWhatItDoesNotAnswerGoesToThePreviousEngine) {
+  const bool was_enabled = torch::autograd::AnomalyMode::is_enabled();
+  torch::autograd::AnomalyMode::set_enabled(true);
+  Enable on(compiled_by(1));
+  for (const auto reason : kReasons) {
+    backend.body = [=](PreparedCall&, CallFrame&, auto) { return reason; };
+    const at::Tensor x = at::zeros({2}).requires_grad_();
+    const bool create_graph = reason == ScheduleReason::kCreateGraph;
+    EXPECT_THROW(torch::autograd::grad({x.sqrt().mul(0).sum()}, {x}, {}, std::nullopt, create_graph), c10::Error)
+        << name(reason);
+    EXPECT_TRUE(at::equal(one_backward(), at::full({2}, 3.0)));
+  }
+  EXPECT_EQ(stats().schedule_calls, 0U);
+  EXPECT_EQ(all_fallbacks(stats()), 0U);
+  EXPECT_EQ(stats().previous_calls[static_cast<size_t>(PreviousReason::kAnomalyMode)], 2 * std::size(kReasons));
+  torch::autograd::AnomalyMode::set_enabled(was_enabled);
+}
+
 TEST_F(CallableBackends, ExceptionsReachTheCaller) {
   // Few levels under anomaly mode, which takes a stack trace for every node.
   for (const auto& [anomaly, levels] :
@@ -1725,8 +1743,9 @@ TEST_F(CallableBackends, ExceptionsReachTheCaller) {
     Enable on(compiled_by(1));
     const auto call = [&] { nest(depth, [](int) {}); };
     const auto throws_at_the_bottom = [&](auto error) {
-      backend.body = [=](PreparedCall&, CallFrame& frame, auto) -> FakeBackend::Answer {
-        if (frame.depth > static_cast<uint64_t>(depth)) throw error;
+      // By count: under anomaly mode the outer calls go on to the previous engine, outside their regions.
+      backend.body = [=, above = std::make_shared<int>(depth)](PreparedCall&, CallFrame&, auto) -> FakeBackend::Answer {
+        if ((*above)-- == 0) throw error;
         return ScheduleReason::kGraphInUse;
       };
     };
@@ -1734,8 +1753,8 @@ TEST_F(CallableBackends, ExceptionsReachTheCaller) {
     EXPECT_THROW(call(), std::domain_error);
     throws_at_the_bottom(std::bad_alloc());
     EXPECT_THROW(call(), std::bad_alloc);
-    backend.body = [=](PreparedCall&, CallFrame& frame, auto) -> FakeBackend::Answer {
-      TORCH_CHECK_VALUE(frame.depth <= static_cast<uint64_t>(depth), "the compiler says no");
+    backend.body = [above = std::make_shared<int>(depth)](PreparedCall&, CallFrame&, auto) -> FakeBackend::Answer {
+      TORCH_CHECK_VALUE((*above)-- > 0, "the compiler says no");
       return ScheduleReason::kGraphInUse;
     };
     Record record;

@@ -99,7 +99,10 @@ def test_a_compiler_that_keeps_failing_is_asked_three_times_for_one_graph() -> N
                 RuntimeError, match=r"failed 3 times for this graph.*retrograd\.cache_clear\(\)"
             ) as caught:
                 step()
-            assert caught.value.__cause__ is error
+            cause = caught.value.__cause__
+            assert type(cause) is ZeroDivisionError
+            assert str(cause) == "never"
+            assert cause.__traceback__ is None
         assert compiler.calls == 3
         with pytest.raises(ZeroDivisionError):  # another graph
             leaf(3).exp().sum().backward()
@@ -433,3 +436,131 @@ def test_what_a_compiler_function_holds_is_let_go_of() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
+
+
+class Picky(Exception):
+    def __init__(self, number: int, held: object) -> None:
+        super().__init__(number, held)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"number {self.number}"
+
+
+@pytest.mark.parametrize("kind", ["plain", "picky", "chained"])
+def test_an_error_of_the_compiler_does_not_keep_its_callers_variables(kind: str) -> None:
+    class Held:
+        pass
+
+    def compiler(graph: GraphModule) -> Any:
+        held = Held()
+        alive.append(weakref.ref(held))
+        if kind == "picky":
+            raise Picky(3, held)
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("bad", 7) from (inner if kind == "chained" else None)
+
+    alive: list[weakref.ref[Any]] = []
+    want = {"plain": "ValueError: ('bad', 7)", "picky": "RuntimeError: Picky: number 3"}
+    with retrograd.enable(backend=compiler):
+        for _ in range(3):
+            with pytest.raises((ValueError, Picky)) as caught:
+                step()
+            assert "compiler" in [entry.name for entry in caught.traceback]
+            del caught
+        with pytest.raises(RuntimeError, match="failed 3 times") as last:
+            step()
+    cause = last.value.__cause__
+    assert f"{type(cause).__name__}: {cause}" == want.get(kind, want["plain"])
+    del last, cause
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+@pytest.mark.parametrize("why", ["create_graph", "not_capturable", "inside_capture"])
+def test_what_runs_on_no_compiled_graph_looks_for_nan_under_anomaly_mode(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward() -> None:
+        x = leaf(3)
+        if why == "not_capturable":
+            x.grad_dtype = None
+        y = (x * 0).abs().sqrt().mul(0).sum()
+        with pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values in its 0th output"):
+            torch.autograd.backward(y, create_graph=why == "create_graph")
+        assert x.grad is None
+        torch.autograd.backward((x * x).sum(), create_graph=why == "create_graph")
+        torch.testing.assert_close(x.grad.detach(), 2 * x.detach())
+        if why == "create_graph":
+            torch.testing.assert_close(torch.autograd.grad(x.grad.sum(), x), (torch.full((3,), 2.0),))
+
+    calls = []
+
+    class Front(front_end.AutogradCompilerInstance):
+        def begin_capture(self, *args: Any) -> Any:
+            calls.append("begin")
+            with torch.enable_grad():
+                backward()
+            return super().begin_capture(*args)
+
+    with torch.autograd.set_detect_anomaly(True):
+        if why == "inside_capture":
+            with monkeypatch.context() as patch:
+                patch.setattr(front_end, "AutogradCompilerInstance", Front)
+                with retrograd.enable(backend=lambda graph: graph):
+                    leaf(3).sin().sum().backward()
+            assert calls == ["begin"]
+        else:
+            with retrograd.enable(backend=raw):
+                backward()
+    stats = retrograd.stats()
+    assert stats["calls"]["schedule"] == 0
+    assert stats["previous_reasons"]["anomaly_mode"] >= 2
+    assert not any(stats["callable_fallbacks"].values())
+
+
+@pytest.mark.parametrize("inside", ["compiled", "compiler", "hook"])
+def test_a_block_that_is_entered_inside_a_call_and_never_left_ends_with_it(inside: str) -> None:
+    def enter() -> None:
+        retrograd.enable().__enter__()
+        retrograd.disable().__enter__()
+
+    def compiler(graph: GraphModule) -> Any:
+        if inside == "compiler":
+            enter()
+
+        def run(*args: Any) -> Any:
+            if inside == "compiled":
+                enter()
+            return graph(*args)
+
+        return run
+
+    def path(backward: Callable[[], Any]) -> str:
+        before = retrograd.stats()["calls"]
+        backward()
+        after = retrograd.stats()["calls"]
+        (name,) = [name for name in after if after[name] != before[name]]
+        return name
+
+    def hooked() -> None:
+        x = leaf(3)
+        if inside == "hook":
+            x.register_hook(lambda g: enter())
+        x.sin().sum().backward()
+
+    assert path(step) == "previous"
+    with retrograd.enable():
+        with retrograd.enable(backend=compiler if inside != "hook" else "schedule"):
+            for _ in range(2):
+                assert path(hooked) == ("schedule" if inside == "hook" else "callable")
+        assert path(step) == "schedule"
+        with retrograd.disable():
+            assert path(step) == "previous"
+        assert path(step) == "schedule"
+    assert path(step) == "previous"
+    with pytest.raises(RuntimeError, match="left on a thread that did not enter it"):
+        retrograd.enable().__exit__(None, None, None)

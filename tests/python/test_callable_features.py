@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1977,3 +1979,96 @@ class Asking(torch.autograd.Function):
         if ctx.rec is not None:
             ctx.rec.say("saved", x.requires_grad, w.requires_grad)
         return grad * w + x.detach() - x.detach(), None, None
+
+
+# --- How long what was made for a compiler function is kept ---
+
+
+class Compiling:
+    def __call__(self, graph: torch.fx.GraphModule) -> Any:
+        return graph
+
+    def method(self, graph: torch.fx.GraphModule) -> Any:
+        return graph
+
+
+def compiler_functions(kind: str, count: int) -> list[Any]:
+    def function(i: int) -> Callable[..., Any]:
+        return lambda graph: graph if i >= 0 else None
+
+    if kind == "functions":
+        return [function(i) for i in range(count)]
+    if kind == "objects":
+        return [Compiling() for _ in range(count)]
+    return [functools.partial(lambda graph, i: graph, i=i) for i in range(count)]
+
+
+def use(function: Any) -> None:
+    x = leaf(3)
+    with retrograd.enable(backend=function):
+        x.sin().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["functions", "objects", "partials", "methods"])
+def test_graphs_are_kept_while_the_program_holds_the_compiler_function(kind: str) -> None:
+    held = compiler_functions("objects" if kind == "methods" else kind, 50)
+    retrograd.cache_clear()
+    retrograd.reset_stats()
+    for _ in range(3):
+        for function in held:
+            use(function.method if kind == "methods" else function)
+    assert retrograd.stats()["captures"] == 50
+
+
+def test_an_equal_function_that_the_program_holds_keeps_the_graphs() -> None:
+    held = compiler_functions("partials", 50)
+    retrograd.cache_clear()
+    retrograd.reset_stats()
+    use(functools.partial(held[0].func, **held[0].keywords))  # not held
+    for function in held:
+        use(function)
+    use(held[0])
+    captures = retrograd.stats()["captures"]
+    for function in compiler_functions("objects", 40):
+        use(function)
+    use(held[0])
+    assert captures == 50
+    assert retrograd.stats()["captures"] == captures + 40
+
+
+@pytest.mark.parametrize("kind", ["functions", "objects", "partials", "methods"])
+def test_graphs_of_functions_that_the_program_let_go_of_are_not_piled_up(kind: str) -> None:
+    class Big:
+        pass
+
+    alive: list[weakref.ref[Any]] = []
+    retrograd.cache_clear()
+    for _ in range(60):
+        (function,) = compiler_functions("objects" if kind == "methods" else kind, 1)
+        big = Big()
+        alive.append(weakref.ref(big))
+        if kind in ("objects", "methods"):
+            function.big = big
+            use(function.method if kind == "methods" else function)
+        elif kind == "functions":
+            use(lambda graph, big=big: graph)
+        else:
+            use(functools.partial(lambda graph, big: graph, big=big))
+    del function, big
+    assert sum(reference() is not None for reference in alive) <= 33
+
+
+def test_functions_that_only_seem_to_be_held_are_limited_in_number() -> None:
+    class Cyclic(Compiling):
+        def __init__(self) -> None:
+            self.me = self
+
+    retrograd.cache_clear()
+    alive = []
+    for _ in range(150):
+        function = Cyclic()
+        alive.append(weakref.ref(function))
+        use(function)
+    del function
+    gc.collect()
+    assert 33 < sum(reference() is not None for reference in alive) <= 129

@@ -837,6 +837,68 @@ def test_nested_capture_at_depth(maker: str, switch: str, depth: int) -> None:
     assert output.strip() == "done"
 
 
+def test_a_compiled_function_that_calls_itself_without_end() -> None:
+    """Through backward of the same kind of graph. Ends in a RecursionError at every level, and leaves all in order."""
+    out = in_new_process("""
+        def backward():
+            with torch.enable_grad():
+                x = torch.ones(3, requires_grad=True)
+                x.sin().sum().backward()
+
+        depth = [0]
+        def compiler(graph):
+            def run(*args):
+                depth[0] += 1
+                if endless:
+                    backward()
+                return graph(*args)
+            return run
+
+        endless = True
+        with retrograd.enable(backend=compiler):
+            try:
+                backward()
+            except RecursionError as error:
+                print(error)
+            endless = False
+            backward()
+        print(depth[0], flush=True)
+        os._exit(0)  # after such depths the stock engine cannot end in order
+    """)
+    message, depth = out.splitlines()
+    assert message.startswith("maximum recursion depth exceeded"), message
+    assert 60 < int(depth) < 1010
+
+
+def test_a_call_with_create_graph_around_the_capture_of_a_retained_graph() -> None:
+    """It is counted as retained, on a thread that the innermost call is not on, but waits for it."""
+    out = in_new_process("""
+        captures = []
+        def compiler(graph):
+            captures.append(graph)
+            return graph
+
+        def nested(level):
+            with torch.enable_grad():
+                x = torch.ones(3, requires_grad=True)
+                y = x.sin()
+                if level:
+                    y.register_hook(lambda grad: nested(level - 1))
+                else:
+                    y = y.exp()  # a graph of its own
+                    before = len(captures)
+                y.sum().backward(create_graph=level == 70, retain_graph=level == 0)
+                if not level:
+                    print(len(captures) - before, retrograd.stats()["callable_fallbacks"], flush=True)
+
+        with retrograd.enable(backend=compiler):
+            nested(70)
+        os._exit(0)
+    """)
+    assert out.startswith("1 "), out
+    assert "'graph_in_use': 0" in out, out
+
+
 def test_compiler_functions_nested_in_one_another_at_depth_100() -> None:
     """Each compile calls backward on a graph that is not yet compiled, so 100 compiles are open at one time."""
     output = in_new_process(
