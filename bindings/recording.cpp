@@ -164,7 +164,7 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
   std::vector<std::optional<c10::SymInt>> sizes(call.all_size_inputs.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
     const uint32_t place = r.places_.sizes + static_cast<uint32_t>(i);
-    if (r.is_open(place)) sizes[i] = c10::SymInt(c10::make_intrusive<OpenNumber>(place));
+    if (r.is_open(place)) sizes[i] = c10::SymInt(c10::SymNode(c10::make_intrusive<OpenNumber>(place)));
   }
   TraceState state(std::move(sizes), 0);
   const at::Tensor any = at::empty({0});
@@ -241,7 +241,7 @@ at::TensorGeometry Recording::filled_in(const at::TensorGeometry& geometry, cons
   std::vector<c10::SymInt> sizes, strides;
   for (const c10::SymInt& size : geometry.sym_sizes()) sizes.push_back(filled_in_size(size, values.symbols));
   for (const c10::SymInt& stride : geometry.sym_strides()) strides.push_back(filled_in_size(stride, values.symbols));
-  return {sizes, strides, filled_in_size(geometry.sym_storage_offset(), values.symbols)};
+  return at::TensorGeometry(sizes, strides, filled_in_size(geometry.sym_storage_offset(), values.symbols));
 }
 
 std::vector<std::optional<InputMetadata>> Recording::next_of(const Member& member, const Values& values) const {

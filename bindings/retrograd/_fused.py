@@ -250,11 +250,10 @@ def _trace(recording: Any) -> _Traced:
     tracer.graph.output(tuple(nodes))
     graph = torch.fx.GraphModule(tracer.root, tracer.graph)
     graph.graph.eliminate_dead_code()
-    needed = {size for size in symbol_of.values() if isinstance(size, torch.SymInt)}
     inputs = []
     extra = []
     for node, i in zip(placeholders, taken, strict=True):
-        if not node.users and not _is_only_place_of_a_symbol(node, placeholders, needed):
+        if not node.users and not _is_only_place_of_a_symbol(node, placeholders):
             graph.graph.erase_node(node)
         elif i < len(given):
             inputs.append(i)
@@ -270,7 +269,7 @@ def _trace(recording: Any) -> _Traced:
     return _Traced(graph, inputs, outputs, extra, [pair for pair in alike if pair[0] != pair[1]])
 
 
-def _is_only_place_of_a_symbol(node: torch.fx.Node, placeholders: list[torch.fx.Node], needed: Any) -> bool:
+def _is_only_place_of_a_symbol(node: torch.fx.Node, placeholders: list[torch.fx.Node]) -> bool:
     """Whether a symbol can be read from this input only, so that it must stay though nothing computes with it."""
     for size in node.meta["val"].shape:
         if not isinstance(size, torch.SymInt):
