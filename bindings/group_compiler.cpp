@@ -134,6 +134,7 @@ void add_group_compiler(py::module_& m) {
           return py::make_tuple(py::str(error.what()), failed);
         }
       });
+  m.def("forward_bound_functions", &forward_bound_functions);
   static PythonGroupCompiler compiler;
   set_group_compiler(&compiler);
 }

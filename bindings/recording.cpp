@@ -70,7 +70,30 @@ c10::SymInt filled_in_size(const c10::SymInt& size, const Recording::Symbols& sy
   return symbols.at(static_cast<uint32_t>(open->place()));
 }
 
+// What libtorch handed over that torch's front end has yet to get. Under the GIL; never destroyed.
+struct Bound {
+  std::string name;
+  torch::autograd::functional_apply_t function;
+  std::vector<at::TypePtr> schema;
+  bool is_custom_function, is_traceable;
+};
+std::vector<Bound>& bound() {
+  static auto* const list = std::make_unique<std::vector<Bound>>().release();
+  return *list;
+}
+
 }  // namespace
+
+void forward_bound_functions() {
+  const py::dict modules = py::module_::import("sys").attr("modules");
+  const py::str dynamo("torch._dynamo");
+  // Not while Dynamo is being imported, of which the front end is an early part.
+  if (!modules.contains(dynamo) || !py::hasattr(modules[dynamo], "allow_in_graph")) return;
+  for (Bound& b : std::exchange(bound(), {})) {
+    ops().attr("add")(b.name, make_functional_op(std::move(b.function), std::move(b.schema)), b.is_custom_function,
+                      b.is_traceable);
+  }
+}
 
 // libtorch's interface, answered by writing down what is asked.
 class Recording::Recorder final : public PyCompilerInterface {
@@ -81,11 +104,12 @@ class Recording::Recorder final : public PyCompilerInterface {
                             std::vector<at::TypePtr> schema, bool is_custom_function,
                             bool is_traceable) const override {
     remember_function(name, function);
-    // torch's own front end must find it too: libtorch hands it over only once.
+    // torch's own front end must find it too: libtorch hands it over only once. It is not imported for that, which
+    // would take a second.
     const py::gil_scoped_acquire gil;
-    return ops()
-        .attr("add")(name, make_functional_op(std::move(function), std::move(schema)), is_custom_function, is_traceable)
-        .cast<std::string>();
+    bound().push_back({name, std::move(function), std::move(schema), is_custom_function, is_traceable});
+    forward_bound_functions();
+    return name;
   }
 
   variable_list call_function(PyObject*, const char* method, const std::string& name, const variable_list&,

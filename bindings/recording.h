@@ -15,6 +15,9 @@
 
 namespace retrograd::bindings {
 
+// Gives torch's own front end, once it is imported, the functions that libtorch handed over to recordings. Under the GIL.
+void forward_bound_functions();
+
 class Recording {
  public:
   // From the live graph. Under the capture lock, without the GIL. The graph is as before, however it ends. `failed` is

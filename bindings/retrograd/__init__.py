@@ -22,6 +22,7 @@ from retrograd._api import (
     set_default,
     stats,
     uninstall,
+    wait,
 )
 from retrograd._version import __version__
 
@@ -37,4 +38,5 @@ __all__ = [
     "set_default",
     "stats",
     "uninstall",
+    "wait",
 ]

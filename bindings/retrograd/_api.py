@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -174,6 +175,15 @@ def cache_clear() -> None:
     Calls in flight keep what they use, and each thread keeps the few plans that it used last until its next call.
     """
     _C.cache_clear()
+    fused = sys.modules.get("retrograd._fused")
+    if fused is not None:
+        fused.forget()
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Waits until no plan is being made in the background; returns whether that came true within `timeout` seconds."""
+    fused = sys.modules.get("retrograd._fused")
+    return True if fused is None else bool(fused.wait(timeout))
 
 
 def _check_installed() -> None:

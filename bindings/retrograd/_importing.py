@@ -40,20 +40,23 @@ class _Pending(importlib.abc.MetaPathFinder):
         self._name = name
         self._action: Callable[[Any], Callable[[], None]] | None = action
         self._undo: Callable[[], None] | None = None
+        self._here = threading.local()  # set while this thread searches: another one of these would ask this one
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or getattr(self._here, "searching", False):
             return None
-        for finder in sys.meta_path:
-            if finder is self:
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    _run_after(spec.loader, self.run)
-                return spec
+        self._here.searching = True
+        try:
+            for finder in sys.meta_path:
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        _run_after(spec.loader, self.run)
+                    return spec
+        finally:
+            self._here.searching = False
         return None
 
     def run(self, module: Any) -> None:
