@@ -130,6 +130,9 @@ void add_group_compiler(py::module_& m) {
           return py::make_tuple(to_python_list(r.trace(to_variable_list(fakes), symbols, failed)), py::none());
         } catch (py::error_already_set& error) {
           return py::make_tuple(error.value(), failed);
+        } catch (python_error& error) {
+          error.persist();  // libtorch throws these with Python's error indicator set
+          return py::make_tuple(py::str(error.what()), failed);
         } catch (const std::exception& error) {
           return py::make_tuple(py::str(error.what()), failed);
         }

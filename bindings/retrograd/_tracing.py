@@ -60,6 +60,7 @@ def trace(recording: Any) -> Traced:
             fake = mode.from_tensor(
                 example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims), source=ConstantSource(name)
             )
+        fake.requires_grad_(example.requires_grad)  # some nodes look at it
         proxy = tracer.create_proxy("placeholder", name, (), {})
         proxy.node.meta["val"] = fake
         track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
