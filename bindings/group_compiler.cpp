@@ -8,6 +8,7 @@
 #include "bindings/recording.h"
 #include "engine/retained.h"
 #include "engine/stats.h"
+#include "engine/stored_plans.h"
 
 namespace retrograd::bindings {
 namespace {
@@ -104,10 +105,11 @@ void add_group_compiler(py::module_& m) {
   py::class_<ShapeGuards>(m, "ShapeGuards")
       .def(py::init<std::vector<uint32_t>, std::vector<ShapeGuards::Program>, std::vector<uint32_t>>());
   py::class_<Plan>(m, "Plan")
+      // Puts the library into the plan store, if there is one, and loads it.
       .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,
-                       ShapeGuards guards) {
-             return Plan{std::make_shared<const LibraryPlan>(
-                 library, GroupPlan::Io{std::move(inputs), std::move(outputs), std::move(guards)})};
+                       ShapeGuards guards, const Recording& recording) {
+             return Plan{store_and_load(recording.key(), recording.open(), library,
+                                        {std::move(inputs), std::move(outputs), std::move(guards)}, recording.name())};
            }),
            py::call_guard<py::gil_scoped_release>())
       .def(py::init([](const py::function& graph, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,

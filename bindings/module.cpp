@@ -8,6 +8,7 @@
 #include "bindings/capture.h"
 #include "bindings/compilers.h"
 #include "bindings/group_compiler.h"
+#include "bindings/plan_store_module.h"
 #include "bindings/py_ref.h"
 #include "bindings/python_engine.h"
 #include "engine/context.h"
@@ -144,7 +145,8 @@ py::dict stats() {
           py::dict("schedule"_a = s.schedule_calls, "fused"_a = s.fused_calls, "callable"_a = s.callable_calls,
                    "previous"_a = s.previous_total()),
       "groups"_a = py::dict("compiled"_a = s.fused_groups, "by_node"_a = s.unfused_groups),
-      "recordings"_a = s.recordings, "plans"_a = s.plans,
+      "recordings"_a = s.recordings,
+      "plans"_a = py::dict("compiled"_a = s.plans, "from_store"_a = s.plans_from_store),
       "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
       "callable_fallbacks"_a = by_name<retrograd::ScheduleReason>(s.callable_fallbacks), "captures"_a = s.captures,
       "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
@@ -218,6 +220,7 @@ PYBIND11_MODULE(_C, m) {
   add_call_cpp_tensor_pre_hooks(m);
   retrograd::bindings::set_up_callable_backend();
   retrograd::bindings::add_group_compiler(m);
+  retrograd::bindings::add_plan_store(m);
 
   m.def("stats", &stats);
   m.def("reset_stats", &retrograd::reset_stats, py::call_guard<py::gil_scoped_release>());

@@ -172,16 +172,10 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
   {
     GroupInputs again;
     again.gradients = request.inputs.gradients;
-    GroupKey key;
-    const Collecting collecting = collect_group(request.group, request.nodes, request.targets, again, key,
+    const Collecting collecting = collect_group(request.group, request.nodes, request.targets, again, r.key_,
                                                 KeyForm::kPortable, &r.places_);
-    if (collecting.obstacle != GroupObstacle::kNone || key.numbers != request.version.numbers) return nullptr;
+    if (collecting.obstacle != GroupObstacle::kNone || r.numbers().size() != request.version.numbers.size()) return {};
     r.open_ = request.version.open;
-    r.numbers_ = std::move(key.numbers);
-    r.content_.assign(reinterpret_cast<const char*>(key.fixed[0].data()), key.fixed[0].size());
-    for (size_t i = 0; i < r.numbers_.size(); ++i) {
-      r.content_ += c10::str(r.is_open(i) ? '?' : '=', r.numbers_[i], ';');
-    }
   }
 
   // Sizes that are not open stay as they are: constants of the plan.
@@ -226,6 +220,12 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
   }
 
   return recording;
+}
+
+std::string Recording::content() const {
+  std::string text(reinterpret_cast<const char*>(key_.fixed[0].data()), key_.fixed[0].size());
+  for (size_t i = 0; i < numbers().size(); ++i) text += c10::str(is_open(i) ? '?' : '=', numbers()[i], ';');
+  return text;
 }
 
 std::string Recording::name() const {

@@ -28,12 +28,13 @@ class Recording {
   // the group gets no gradient.
   const variable_list& inputs() const { return inputs_; }
   int threads() const { return threads_; }
-  const std::string& content() const { return content_; }
+  std::string content() const;  // equal for groups that one plan serves, in any process
   size_t num_outputs() const { return num_outputs_; }
   std::string name() const;
 
   // The group's sizes and strides, which of them the plan may leave open, and the places of each input's.
-  const std::vector<int64_t>& numbers() const { return numbers_; }
+  const GroupKey& key() const { return key_; }  // portable
+  const std::vector<int64_t>& numbers() const { return key_.numbers; }
   const std::vector<bool>& open() const { return open_; }
   const std::vector<uint32_t>& input_places() const { return places_.inputs; }
 
@@ -76,11 +77,10 @@ class Recording {
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;  // of the placeholders in arguments
   std::vector<std::optional<at::TensorGeometry>> leaf_layouts_;  // by output
   NumberPlaces places_;
-  std::vector<int64_t> numbers_;
+  GroupKey key_;
   std::vector<bool> open_;  // by place; empty: none
   int threads_ = 1;
   size_t num_outputs_ = 0;
-  std::string content_;  // equal for groups that one plan serves, in any process
 };
 
 }  // namespace retrograd::bindings

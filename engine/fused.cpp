@@ -9,6 +9,7 @@
 #include "engine/node_kind.h"
 #include "engine/partition.h"
 #include "engine/stats.h"
+#include "engine/stored_plans.h"
 #include "engine/step_runner.h"
 
 namespace retrograd {
@@ -44,13 +45,6 @@ class FusedGraph {
   explicit FusedGraph(const Schedule& schedule)
       : schedule_(schedule), refused_(schedule.shape().steps.size()) {}
 
-  // By the calls of all threads so far, this one included; approximate.
-  uint32_t count_call() const noexcept {
-    const uint32_t calls = calls_.load(std::memory_order_relaxed) + 1;
-    calls_.store(calls, std::memory_order_relaxed);
-    return calls;
-  }
-
   // From now on the node of `step` runs by itself.
   void refuse(uint32_t step) const noexcept { refused_[step].store(true, std::memory_order_relaxed); }
 
@@ -80,7 +74,6 @@ class FusedGraph {
   }
 
   const Schedule& schedule_;
-  mutable std::atomic<uint32_t> calls_{0};
   mutable std::vector<std::atomic<bool>> refused_;  // by step
   mutable cache::Leaf cuts_;                        // CutGraphs by the steps that may join a group
 };
@@ -223,18 +216,40 @@ class FusedRun {
       reason_ = ScheduleReason::kTooManyKeys;
       return nullptr;
     }
-    const bool is_first = site.plan_count() == 1 && shapes.size() == 1;
-    make_plan(group, *version, is_first ? 1 : hot_after());
+    if (version->entry->first_look()) {
+      if (const GroupPlan* plan = take_stored(group, shapes, *version)) return plan;
+    }
+    make_plan(group, *version);
     // What was left open may have got conditions that this call does not meet.
     return shapes.find(key.numbers) == version ? version->entry->plan() : nullptr;
   }
 
-  void make_plan(const Group& group, const GroupShapes::Version& version, uint32_t after) {
+  // From the plan store, if it has one for the group at hand.
+  const GroupPlan* take_stored(const Group& group, const GroupShapes& shapes, const GroupShapes::Version& version) {
+    GroupInputs again;
+    again.gradients = inputs_->gradients;
+    GroupKey key;
+    const Collecting collecting = collect_group(group, members_, targets_, again, key, KeyForm::kPortable);
+    if (collecting.obstacle != GroupObstacle::kNone) return nullptr;
+    auto stored = find_stored(key);
+    if (!stored) return nullptr;
+    thread_stats().plans_from_store.add(1);
+    if (stored->open.empty()) {
+      if (version.entry->claim()) version.entry->settle(std::move(stored->plan));
+    } else {
+      shapes.add_ready(std::move(stored->numbers), std::move(stored->open), std::move(stored->plan));
+      version.entry->refuse(-1);  // the other one serves its calls
+    }
+    const GroupShapes::Version* ready = shapes.find(key.numbers);
+    return ready != nullptr ? ready->entry->plan() : nullptr;
+  }
+
+  void make_plan(const Group& group, const GroupShapes::Version& version) {
     const auto& entry = version.entry;
     const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
     using State = GroupEntry::State;
     if (entry->state() == State::kCold) {
-      if (!blocking && !entry->is_hot(after)) {
+      if (!blocking && !entry->is_hot(hot_after())) {
         reason_ = ScheduleReason::kWarmingUp;
         return;
       }
@@ -314,9 +329,6 @@ std::optional<ScheduleReason> run_fused(PreparedCall& call, const ScheduleRun& r
   if (call.use_streams) return ScheduleReason::kStreams;
   if (call.leaf == nullptr) return ScheduleReason::kNotFusable;
   const FusedGraph& graph = fused_graph(call);
-  if (call.setting.options.mode() == Mode::kBackground && graph.count_call() < hot_after()) {
-    return ScheduleReason::kWarmingUp;
-  }
   const CutGraph& cut = graph.cut(call.nodes);
   if (cut.partition.groups.empty()) return ScheduleReason::kNotFusable;
   FusedRun(call, run, graph, cut).run();

@@ -63,4 +63,18 @@ const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> nu
   return &link->version;
 }
 
+void GroupShapes::add_ready(std::vector<int64_t> numbers, std::vector<bool> open,
+                            std::shared_ptr<const GroupPlan> plan) const {
+  auto added = std::make_unique<Link>();
+  added->version.numbers = std::move(numbers);
+  added->version.open = std::move(open);
+  added->version.entry->first_look();
+  added->version.entry->settle(std::move(plan));
+  const std::lock_guard lock(mutex_);
+  std::atomic<Link*>* end = &first_;
+  while (Link* const link = end->load(std::memory_order_acquire)) end = &link->next;
+  end->store(added.release(), std::memory_order_release);
+  size_.store(size() + 1, std::memory_order_release);
+}
+
 }  // namespace retrograd

@@ -22,6 +22,9 @@ class GroupEntry {
   // Null until ready. Good while the entry is held.
   const GroupPlan* plan() const noexcept { return plan_.load(std::memory_order_acquire); }
 
+  // True for the first caller, who looks whether the plan store has the plan.
+  bool first_look() const noexcept { return !looked_.exchange(true, std::memory_order_relaxed); }
+
   // Counts a call that found no plan; true from the `hot_after`-th one on. Lost counts are harmless.
   bool is_hot(uint32_t hot_after) const noexcept {
     const uint32_t calls = calls_.load(std::memory_order_relaxed) + 1;
@@ -53,6 +56,7 @@ class GroupEntry {
   // Entries are const to the cache.
   mutable std::atomic<State> state_{State::kCold};
   mutable std::atomic<const GroupPlan*> plan_{nullptr};
+  mutable std::atomic<bool> looked_{false};
   mutable std::atomic<uint32_t> calls_{0};
   mutable std::atomic<int32_t> refused_member_{-1};
   mutable std::shared_ptr<const GroupPlan> owner_;  // written once, before plan_
@@ -82,6 +86,9 @@ class GroupShapes {
 
   // The same, made where there is none; null where none will be made.
   const Version* find_or_add(std::span<const int64_t> numbers) const;
+
+  // Takes in a version with its plan, from the plan store. Whether there is one already does not matter.
+  void add_ready(std::vector<int64_t> numbers, std::vector<bool> open, std::shared_ptr<const GroupPlan> plan) const;
 
   size_t size() const noexcept { return size_.load(std::memory_order_acquire); }
 

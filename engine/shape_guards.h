@@ -28,6 +28,8 @@ class ShapeGuards {
   ShapeGuards(std::vector<uint32_t> symbols, std::vector<Program> conditions, std::vector<uint32_t> extra);
 
   bool hold(std::span<const int64_t> numbers) const noexcept;
+  const std::vector<uint32_t>& symbols() const { return symbols_; }
+  const std::vector<Program>& conditions() const { return conditions_; }
   const std::vector<uint32_t>& extra() const { return extra_; }
 
  private:

@@ -19,6 +19,7 @@ void accumulate(Stats& total, const ThreadStats& t) {
   total.unfused_groups += t.unfused_groups.get();
   total.recordings += t.recordings.get();
   total.plans += t.plans.get();
+  total.plans_from_store += t.plans_from_store.get();
   total.captures += t.captures.get();
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] += t.previous_calls[i].get();
   for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
@@ -41,6 +42,7 @@ void subtract(Stats& total, const Stats& base) {
   total.unfused_groups -= base.unfused_groups;
   total.recordings -= base.recordings;
   total.plans -= base.plans;
+  total.plans_from_store -= base.plans_from_store;
   total.captures -= base.captures;
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] -= base.previous_calls[i];
   for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {

@@ -140,7 +140,7 @@ class _State:
             try:
                 result = lowered.result()
                 guards = _tracing.guards_of(recording, traced, result.guards)
-                plan_object = _C.Plan(result.library, traced.inputs, traced.outputs, guards)
+                plan_object = _C.Plan(result.library, traced.inputs, traced.outputs, guards, recording)
             except Exception as error:
                 fail(error)
             else:

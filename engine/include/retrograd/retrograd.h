@@ -156,7 +156,8 @@ struct Stats {
   uint64_t fused_groups = 0;    // groups that ran compiled
   uint64_t unfused_groups = 0;  // groups that ran node by node, in calls that looked for compiled ones
   uint64_t recordings = 0;      // groups recorded from a live graph
-  uint64_t plans = 0;           // plans compiled, or found compiled
+  uint64_t plans = 0;           // plans compiled
+  uint64_t plans_from_store = 0;  // plans found in the plan store
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
   std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks{};  // part of schedule_calls
   uint64_t captures = 0;      // graphs captured for compiler functions, failed attempts included
