@@ -7,9 +7,8 @@
 // Invariants:
 // - A plan's folder appears whole, by a rename out of tmp/, and nothing in it is changed afterwards but the record's
 //   time stamp, which is the time of its last use. A rename onto a plan fails, so the first publisher wins.
-// - A plan goes whole, by a rename into tmp/, and only in the hands of one that holds "removal" and the exclusive lock
-// on
-//   its record. A lease is the shared lock on that record, so a leased plan stays.
+// - A plan goes whole, by a rename into tmp/, and only in the hands of one that holds "removal" and the exclusive
+//   lock on its record. A lease is the shared lock on that record, so a leased plan stays.
 // - All names are taken relative to open folders whose owner and mode were looked at, and no link is followed.
 //
 // A crash of the machine may leave a plan that is not whole, as no folder is synced; checksums find that.
@@ -21,23 +20,22 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <dirent.h>
 #include <fcntl.h>
-#include <memory>
 #include <pwd.h>
-#include <span>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>
 #include <utility>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
+#include "cache/plan_record.h"
+#include "cache/store_files.h"
 
 namespace retrograd::cache {
+
+using namespace files;  // NOLINT(google-build-using-namespace): the store's own
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -49,67 +47,10 @@ constexpr const char* kRecord = "record";
 constexpr const char* kLibrary = "plan.so";
 constexpr const char* kSide = "plan.json";
 
-constexpr uint32_t kFormat = 1;
-constexpr std::array<char, 8> kMagic = {'r', 'g', 'p', 'l', 'a', 'n', '\r', '\n'};
-constexpr uint64_t kMaxRecord = uint64_t{64} << 20U;  // a damaged length must not allocate more
-
 constexpr auto kUseGrain = 1min;       // how exact the time of the last use is
 constexpr auto kDebrisAge = 1h;        // what is older in tmp/ was left by a killed process
 constexpr auto kOldLockAge = 24h;      // likewise in locks/
 constexpr auto kRemovalPatience = 5s;  // the removal lock is held for milliseconds
-
-std::string with_errno(std::string what, int error) { return what + ": " + std::generic_category().message(error); }
-
-// An owned file descriptor.
-class File {
- public:
-  File() = default;
-  explicit File(int fd) noexcept : fd_(fd) {}
-  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  File& operator=(File&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~File() {
-    if (fd_ >= 0) {
-      const int error = errno;
-      close(fd_);
-      errno = error;
-    }
-  }
-
-  explicit operator bool() const noexcept { return fd_ >= 0; }
-  int get() const noexcept { return fd_; }
-  int release() noexcept { return std::exchange(fd_, -1); }
-
- private:
-  int fd_ = -1;
-};
-
-// O_NONBLOCK: a FIFO in a file's place must not stop us.
-File open_at(int folder, const std::string& name, int flags) {
-  return File(openat(folder, name.c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, S_IRUSR | S_IWUSR));
-}
-File open_folder_at(int folder, const std::string& name) { return open_at(folder, name, O_RDONLY | O_DIRECTORY); }
-
-bool same_file(const struct stat& a, const struct stat& b) { return a.st_dev == b.st_dev && a.st_ino == b.st_ino; }
-
-// Whether the file behind `fd` is (still) the one of this name.
-bool is_at(int fd, int folder, const std::string& name) {
-  struct stat ours {};
-  struct stat there {};
-  return fstat(fd, &ours) == 0 && fstatat(folder, name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-         same_file(ours, there);
-}
-
-Clock::time_point time_of(const timespec& time) {
-  return Clock::time_point(std::chrono::duration_cast<Clock::duration>(std::chrono::seconds(time.tv_sec) +
-                                                                       std::chrono::nanoseconds(time.tv_nsec)));
-}
-
-bool only_ours(const struct stat& status) {
-  return status.st_uid == geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0;
-}
 
 // --- Names ---
 
@@ -137,323 +78,8 @@ std::string tmp_name(const std::string& plan) {
   return plan + "." + hex(random);
 }
 
-std::vector<std::string> names_in(int folder, bool (*wanted)(std::string_view)) {
-  std::vector<std::string> names;
-  File again = open_folder_at(folder, ".");
-  const std::unique_ptr<DIR, int (*)(DIR*)> stream(again ? fdopendir(again.get()) : nullptr, closedir);
-  if (stream == nullptr) {
-    return names;
-  }
-  again.release();  // the stream closes it
-  while (const dirent* entry = readdir(stream.get())) {
-    if (wanted(entry->d_name)) {
-      names.emplace_back(entry->d_name);
-    }
-  }
-  return names;
-}
-
-// --- Checksums ---
-
-class Hasher {
- public:
-  Hasher() { XXH3_128bits_reset(&state_); }
-  void add(const void* data, size_t size) {
-    if (size > 0) {
-      XXH3_128bits_update(&state_, data, size);
-    }
-  }
-  Digest digest() const {
-    const XXH128_hash_t hash = XXH3_128bits_digest(&state_);
-    return {hash.high64, hash.low64};
-  }
-
- private:
-  XXH3_state_t state_;
-};
-
-bool same(Digest a, Digest b) { return a.high == b.high && a.low == b.low; }
-
-// What a file is to contain.
-struct Content {
-  uint64_t size = 0;
-  Digest sum;
-};
-
-// Reads from where `fd` stands to the end, in pieces that stay in the processor's cache. A map would be no faster and
-// would kill the process when someone truncates the file meanwhile.
-template <class Use>
-bool read_pieces(int fd, Use use) {
-  constexpr size_t kPiece = size_t{128} << 10U;
-  const auto piece = std::make_unique_for_overwrite<std::byte[]>(kPiece);
-  while (true) {
-    const ssize_t got = read(fd, piece.get(), kPiece);
-    if (got == 0) {
-      return true;
-    }
-    if (got < 0 && errno == EINTR) {
-      continue;
-    }
-    if (got < 0 || !use(piece.get(), static_cast<size_t>(got))) {
-      return false;
-    }
-  }
-}
-
-bool write_all(int fd, const void* data, size_t size) {
-  const auto* at = static_cast<const std::byte*>(data);
-  while (size > 0) {
-    const ssize_t put = write(fd, at, size);
-    if (put < 0 && errno == EINTR) {
-      continue;
-    }
-    if (put <= 0) {
-      return false;
-    }
-    at += put;
-    size -= static_cast<size_t>(put);
-  }
-  return true;
-}
-
-// --- The store's folders ---
-
-// Where others cannot write, but may put another folder in ours' place. A sticky folder (/tmp) forbids that.
-std::optional<fs::path> exchangeable_parent(const fs::path& folder) {
-  for (fs::path path = folder; path.has_relative_path();) {
-    path = path.parent_path();
-    struct stat status {};
-    if (stat(path.c_str(), &status) == 0 && (status.st_mode & S_IWOTH) != 0 && (status.st_mode & S_ISVTX) == 0) {
-      return path;
-    }
-  }
-  return std::nullopt;
-}
-
-std::string refusal(const fs::path& folder, const std::string& why, const std::string& remedy) {
-  return "the plan store does not use " + folder.string() + ", " + why + ": " + remedy +
-         "name another folder in RETROGRAD_CACHE_DIR, or turn the store off with RETROGRAD_CACHE=0";
-}
-
-// Why code must not be loaded from this open folder; empty: it may.
-std::string danger(int fd, const fs::path& folder) {
-  struct stat status {};
-  if (fstat(fd, &status) != 0) {
-    return refusal(folder, with_errno("which cannot be looked at", errno), "");
-  }
-  if (status.st_uid != geteuid()) {
-    return refusal(folder, "which belongs to user " + std::to_string(status.st_uid) + ", because plans are code", "");
-  }
-  if (!only_ours(status)) {
-    return refusal(folder, "which others may write to, because plans are code",
-                   "run `chmod go-w '" + folder.string() + "'`, ");
-  }
-  return "";
-}
-
-bool make_folders(const fs::path& folder) {
-  if (mkdir(folder.c_str(), S_IRWXU) == 0 || errno == EEXIST) {
-    return true;
-  }
-  return errno == ENOENT && folder.has_relative_path() && make_folders(folder.parent_path()) &&
-         (mkdir(folder.c_str(), S_IRWXU) == 0 || errno == EEXIST);
-}
-
-struct Opened {
-  File root, plans;
-  std::string problem;  // empty and no plans: there is no folder yet
-};
-
-// One of the folders in the store's.
-File open_part(int root, const fs::path& folder, const char* name, bool make, std::string& problem) {
-  File part = open_folder_at(root, name);
-  if (!part && errno == ENOENT && make && (mkdirat(root, name, S_IRWXU) == 0 || errno == EEXIST)) {
-    part = open_folder_at(root, name);
-  }
-  if (!part) {
-    if (errno != ENOENT || make) {
-      problem = refusal(folder, with_errno(std::string("whose ") + name + "/ cannot be opened", errno), "");
-    }
-    return part;
-  }
-  problem = danger(part.get(), folder / name);
-  return problem.empty() ? std::move(part) : File();
-}
-
-Opened open_store(const fs::path& folder, bool make) {
-  Opened opened;
-  File root = open_folder_at(AT_FDCWD, folder.string());
-  if (!root && errno == ENOENT && make && make_folders(folder)) {
-    root = open_folder_at(AT_FDCWD, folder.string());
-  }
-  if (!root) {
-    const int error = errno;
-    struct stat status {};
-    if (error == ENOENT && !make) {
-      return opened;
-    }
-    if ((error == ELOOP || error == ENOTDIR) && lstat(folder.c_str(), &status) == 0) {
-      opened.problem = refusal(
-          folder, S_ISLNK(status.st_mode) ? "a symbolic link to nothing or a new one" : "which is not a folder", "");
-    } else {
-      opened.problem = refusal(folder, with_errno("which cannot be opened or made", error), "");
-    }
-    return opened;
-  }
-  opened.problem = danger(root.get(), folder);
-  if (const auto parent = exchangeable_parent(folder); parent && opened.problem.empty()) {
-    opened.problem = refusal(folder,
-                             "which others may exchange for another one since they may write to " + parent->string() +
-                                 ", because plans are code",
-                             "run `chmod +t '" + parent->string() + "'`, ");
-  }
-  struct statvfs system {};
-  if (opened.problem.empty() && fstatvfs(root.get(), &system) == 0 && (system.f_flag & ST_NOEXEC) != 0) {
-    opened.problem = refusal(folder, "from which no code can be loaded (it is mounted noexec)", "");
-  }
-  if (opened.problem.empty()) {
-    opened.plans = open_part(root.get(), folder, "plans", make, opened.problem);
-    opened.root = std::move(root);
-  }
-  return opened;
-}
-
-// --- Records ---
-
-// Native byte order: a plan of a machine with another one has another format number.
-struct Header {
-  std::array<char, 8> magic = kMagic;
-  uint32_t format = kFormat;
-  uint32_t has_side = 0;
-  uint64_t key_size = 0;
-  uint64_t environment_size = 0;
-  uint64_t metadata_size = 0;
-  Content library;
-  Content side;
-  Digest sum;  // of the header up to here and all that follows it: key, environment, metadata
-};
-static_assert(std::has_unique_object_representations_v<Header>);
-constexpr size_t kSummed = offsetof(Header, sum);
-
-struct Record {
-  Header header;
-  std::string body;
-
-  KeyView key() const { return std::as_bytes(std::span(body.data(), header.key_size)); }
-  std::string_view environment() const {
-    return std::string_view(body).substr(header.key_size, header.environment_size);
-  }
-  std::string_view metadata() const { return std::string_view(body).substr(header.key_size + header.environment_size); }
-  Digest sum() const {
-    Hasher hasher;
-    hasher.add(&header, kSummed);
-    hasher.add(body.data(), body.size());
-    return hasher.digest();
-  }
-};
-
 bool equal(KeyView a, KeyView b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
-}
-
-// What is wrong with a plan, if anything is.
-struct Flaw {
-  Flaw() = default;
-  // NOLINTNEXTLINE(google-explicit-constructor)
-  Flaw(std::string what) : reason(std::move(what)) {}
-  Flaw(const char* what) : reason(what) {}
-  // A failed system call. One that failed for want of something in this process says nothing about the plan.
-  Flaw(std::string what, int error)
-      : reason(with_errno(std::move(what), error)),
-        is_ours(error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOLCK) {}
-
-  explicit operator bool() const { return !reason.empty(); }
-
-  std::string reason;
-  bool is_ours = false;
-};
-
-// Whether the open file is a record that this version can use, which is in `record` then.
-Flaw read_record(int fd, Record& record) {
-  struct stat status {};
-  if (fstat(fd, &status) != 0) {
-    return {"its record cannot be looked at", errno};
-  }
-  if (!S_ISREG(status.st_mode) || !only_ours(status)) {
-    return "its record is not a file that only its owner may write to";
-  }
-  const auto size = static_cast<uint64_t>(status.st_size);
-  if (size < sizeof(Header) || size > kMaxRecord) {
-    return "its record has a wrong length";
-  }
-  std::string bytes;
-  bytes.reserve(size);
-  const bool read = read_pieces(fd, [&](const std::byte* data, size_t count) {
-    errno = EFBIG;
-    if (bytes.size() + count > size) return false;
-    bytes.append(reinterpret_cast<const char*>(data), count);
-    return true;
-  });
-  if (!read) {
-    return {"its record cannot be read", errno};
-  }
-  if (bytes.size() != size) {
-    return "its record has a wrong length";
-  }
-  std::memcpy(&record.header, bytes.data(), sizeof(Header));
-  const Header& header = record.header;
-  if (header.magic != kMagic) {
-    return "its record is not one";
-  }
-  if (header.format != kFormat) {
-    return "it is of another version of retrograd";
-  }
-  uint64_t left = size - sizeof(Header);
-  for (const uint64_t part : {header.key_size, header.environment_size, header.metadata_size}) {
-    if (part > left) {
-      return "its record is damaged";
-    }
-    left -= part;
-  }
-  record.body = bytes.substr(sizeof(Header));
-  if (left != 0 || header.has_side > 1 || !same(record.sum(), header.sum)) {
-    return "its record is damaged";
-  }
-  return {};
-}
-
-enum class Depth { kLengths, kAll };
-
-// Whether the file of a plan's folder is what was published.
-Flaw check_file(int folder, const char* name, const Content& expected, Depth depth) {
-  const File file = open_at(folder, name, O_RDONLY);
-  struct stat status {};
-  if (!file || fstat(file.get(), &status) != 0) {
-    return {std::string(name) + " cannot be opened", errno};
-  }
-  if (!S_ISREG(status.st_mode) || !only_ours(status)) {
-    return std::string(name) + " is not a file that only its owner may write to";
-  }
-  if (static_cast<uint64_t>(status.st_size) != expected.size) {
-    return std::string(name) + " has a wrong length";
-  }
-  if (depth == Depth::kLengths) {
-    return {};
-  }
-  Hasher hasher;
-  uint64_t size = 0;
-  if (!read_pieces(file.get(), [&](const std::byte* data, size_t count) {
-        hasher.add(data, count);
-        size += count;
-        errno = EFBIG;
-        return size <= expected.size;
-      })) {
-    return {std::string(name) + " cannot be read", errno};
-  }
-  if (size != expected.size || !same(hasher.digest(), expected.sum)) {
-    return std::string(name) + " is damaged";
-  }
-  return {};
 }
 
 // --- Plans ---
@@ -1085,11 +711,13 @@ Reservation PlanStore::reserve(KeyView key, std::string_view environment,
   }
 }
 
-std::vector<PlanStore::Entry> PlanStore::list() const {
-  std::vector<Entry> entries;
+PlanStore::Listing PlanStore::list() const {
+  Listing listing;
+  std::vector<Entry>& entries = listing.entries;
   const Opened opened = open_store(folder_, false);
   if (!opened.plans) {
-    return entries;
+    listing.reason = opened.problem;
+    return listing;
   }
   const Plans plans(opened, folder_, digest_);
   for (const std::string& name : names_in(opened.plans.get(), is_plan_name)) {
@@ -1111,7 +739,7 @@ std::vector<PlanStore::Entry> PlanStore::list() const {
     entries.push_back(std::move(entry));
   }
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return a.last_use > b.last_use; });
-  return entries;
+  return listing;
 }
 
 PlanStore::Cleared PlanStore::clear() const {

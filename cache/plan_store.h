@@ -122,7 +122,11 @@ class PlanStore {
     std::string metadata;
     std::string problem;  // why find() would not return it, as far as that shows without reading the library
   };
-  std::vector<Entry> list() const;  // last used first
+  struct Listing {
+    std::vector<Entry> entries;  // last used first
+    std::string reason;          // why nothing could be looked at
+  };
+  Listing list() const;
 
   struct Cleared {
     size_t plans = 0;

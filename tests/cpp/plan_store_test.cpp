@@ -206,10 +206,10 @@ TEST_F(PlanStoreTest, DigestsThatCollideAreAMissAndAFailedPublish) {
 
 TEST_F(PlanStoreTest, ListNamesWhatIsThereLastUsedFirst) {
   const PlanStore store(folder_);
-  EXPECT_TRUE(store.list().empty());
+  EXPECT_TRUE(store.list().entries.empty());
   set_mtime(publish(store, "old") / "record", -1h);
   publish(store, "new");
-  const std::vector<PlanStore::Entry> entries = store.list();
+  const std::vector<PlanStore::Entry> entries = store.list().entries;
   ASSERT_EQ(entries.size(), 2U);
   EXPECT_GT(entries[0].last_use, entries[1].last_use);
   for (const PlanStore::Entry& entry : entries) {
@@ -261,7 +261,7 @@ TEST_P(DamagedPlan, IsAMissIsReportedAndIsReplaced) {
   const PlanStore::Result found = store.find(bytes(kKey), kEnvironment);
   EXPECT_FALSE(found.plan);
   EXPECT_NE(found.reason, "");
-  EXPECT_EQ(store.list().size(), 2U);
+  EXPECT_EQ(store.list().entries.size(), 2U);
   PlanStore::Verified verified = store.verify(false);
   EXPECT_EQ(verified.good, 1U);
   ASSERT_EQ(verified.bad.size(), 1U);
@@ -515,7 +515,7 @@ class RefusedFolder : public PlanStoreTest {
     EXPECT_FALSE(store.find(bytes(kKey), kEnvironment).plan);
     EXPECT_EQ(store.publish(bytes(kKey), kEnvironment, library, kMetadata).reason, store.problem());
     EXPECT_EQ(store.reserve(bytes(kKey), kEnvironment).reason(), store.problem());
-    EXPECT_TRUE(store.list().empty());
+    EXPECT_EQ(store.list().reason, store.problem());
     EXPECT_EQ(store.clear().reason, store.problem());
     EXPECT_EQ(store.verify(true).reason, store.problem());
   }
