@@ -42,6 +42,7 @@ pip_install() {
 
 compiles '#include <version>' '#if __cplusplus < 202002L' '#error' '#endif' ||
   system_packages "the C++ build" g++ make
+compiles '#include <xxhash.h>' || system_packages "the C++ build" libxxhash-dev
 
 # The stamps' folder says that .venv was made to the end; an interrupted one is made again over what is there.
 if ! [ -d "$stamps" ] && ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then

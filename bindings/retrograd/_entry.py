@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from retrograd import _dropin
+from retrograd import _dropin, _tracing
 from retrograd._load import C as _C
 from retrograd._load import torch
 
@@ -30,6 +30,7 @@ def install() -> bool:
         _replace(torch._C, "_current_autograd_node", _C.current_autograd_node)
         _watch_saved_tensor_hooks()
         _dropin.install(_replace, _undo.append)
+        _tracing.install(_replace, _undo.append)
         return True
 
 

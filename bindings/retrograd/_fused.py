@@ -122,9 +122,9 @@ class _State:
             plan.set_exception(error)
 
         try:
-            from retrograd import _tracing  # takes a second, which the training thread must not wait for
+            from retrograd import _group_trace  # takes a second, which the training thread must not wait for
 
-            traced = _tracing.trace(recording)
+            traced = _group_trace.trace(recording)
         except Exception as error:
             logger.debug("group %s is not traced: %s", recording.name, error)
             fail(error)
@@ -132,14 +132,14 @@ class _State:
 
         if os.environ.get("RETROGRAD_LOWERING") == "eager":
             exported = _worker.export_guards([n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"])
-            guards = _tracing.guards_of(recording, traced, exported)
+            guards = _group_trace.guards_of(recording, traced, exported)
             plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
             return
 
         def load(lowered: Future[_lowering.Lowered]) -> None:
             try:
                 result = lowered.result()
-                guards = _tracing.guards_of(recording, traced, result.guards)
+                guards = _group_trace.guards_of(recording, traced, result.guards)
                 plan_object = _C.Plan(result.library, traced.inputs, traced.outputs, guards, recording)
             except Exception as error:
                 fail(error)

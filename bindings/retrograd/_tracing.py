@@ -1,190 +1,291 @@
-"""Traces recorded groups to ATen graphs, and says what must hold of the sizes that a graph leaves open."""
+"""torch.fx's tracer, made to act on the thread that traces.
+
+`Tracer.trace` replaces `__call__` and `__getattr__` of torch.nn.Module and raises a flag, for the whole process:
+another thread that calls a module meanwhile is taken for traced code, and fails. It comes to that in the middle of
+training, since torch traces graphs when it compiles, and when a capture meets a forward from AOTAutograd's cache.
+
+While retrograd is installed, each thread has a flag of its own, and while any thread traces, nn.Module has methods in
+the two places that ask which thread is calling. No thread waits for another one's trace.
+
+Dynamo, torch.compile's results and wrappers know most of these functions by identity. So functions stay what they are
+and get other code, which runs among the globals of the module that they are from, and so begins with an import.
+
+The third thing that a trace replaces are functions: those of the math module, and those marked by torch.fx.wrap(), in
+the globals of modules. Those do for any thread what they always did unless they get a proxy. They are shared by all
+traces and put back by the last one. (To Dynamo they are other functions: a frame with such a call that another thread
+compiles or runs meanwhile may break its graph there, or be compiled once more.)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import inspect
+import os
+import threading
+import types
+from collections.abc import Callable, Generator
 from typing import Any
 
-import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
-    PythonKeyTracer,
-    fetch_object_proxy,
-    track_tensor_tree,
-)
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+import torch.fx._symbolic_trace as fx
+from torch.nn import Module
 
-from retrograd._load import C as _C
-
-# Graphs with more operators than this run by their nodes: compiling them takes minutes.
-_MAX_OPERATORS = 2000
+# What a trace does with the lock held runs none of the traced code. A finalizer may trace, on top of anything.
+_lock = threading.RLock()
+_METHODS = ("__call__", "__getattr__")
 
 
-class NotTraceable(Exception):  # noqa: N818
-    """The group runs by its nodes. `member`: the node that no graph can hold; -1: the graph as a whole."""
-
-    def __init__(self, why: str, member: int) -> None:
-        super().__init__(why)
-        self.member = member
-
-
-@dataclass
-class Traced:
-    graph: torch.fx.GraphModule
-    inputs: list[int]  # which inputs of the group the graph takes
-    outputs: list[int]  # which of its results each output of the group is, or -1
-    extra: list[int]  # places of numbers that it takes as the second dimension of empty tensors, after its inputs
-    alike: list[tuple[int, int]]  # pairs of places whose numbers must be equal
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.flag = False  # torch's _is_fx_tracing_flag
+        self.patcher: _Patcher | None = None  # torch's CURRENT_PATCHER
+        # What a trace of this thread has in the places of the methods. No use of them is made but by name.
+        self.methods = types.SimpleNamespace(**dict.fromkeys(_METHODS))
 
 
-def trace(recording: Any) -> Traced:
-    """The group's ATen graph. Numbers that the recording leaves open are symbols in it, one for each value."""
-    numbers: list[int] = recording.numbers
-    is_open: list[bool] = recording.open
-    shape_env = ShapeEnv() if is_open else None
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    tracer = PythonKeyTracer()
-    tracer.root = torch.nn.Module()
-    tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
-    tracer.tensor_attrs = {}
-    placeholders: list[torch.fx.Node] = []
-    taken: list[int] = []  # by placeholder: the input, or the place of an extra number after all inputs
+_local = _Local()
 
-    def add_placeholder(name: str, example: torch.Tensor, dims: list[DimDynamic], is_taken: int) -> torch.Tensor:
-        if shape_env is None:
-            with mode:
-                fake = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)
+
+class _Call:
+    """In the place of nn.Module.__call__ while any thread traces: gives each thread its own, also to look at."""
+
+    def __init__(self) -> None:
+        self._real: Any = None
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        method = vars(_local.methods)["__call__"] or self._real
+        return method.__get__(instance, owner) if hasattr(method, "__get__") else method
+
+    def put_in(self) -> None:
+        there = vars(Module)["__call__"]
+        if there is not self:
+            self._real = there
+            Module.__call__ = self  # type: ignore[assignment]
+
+    def take_out(self) -> None:
+        if vars(Module)["__call__"] is self:
+            Module.__call__ = self._real
+
+
+_call = _Call()
+
+# Dynamo takes no descriptor for this one.
+_getattr: Any = fx._orig_module_getattr
+_real_getattr = types.FunctionType(_getattr.__code__, _getattr.__globals__, "__getattr__")
+
+
+def _getattr_of_thread(self: Any, name: str) -> Any:
+    from retrograd._tracing import getattr_of_thread
+
+    return getattr_of_thread(self, name)
+
+
+def getattr_of_thread(module: Any, name: str) -> Any:
+    """nn.Module.__getattr__ while any thread traces."""
+    method = vars(_local.methods)["__getattr__"] or _real_getattr
+    return method(module, name)
+
+
+class _Shared:
+    """A replaced function, for one of the traces that want it: has the methods of torch's _PatchedFn."""
+
+    # What is in place, by owner and name: the replacement, which keeps its owner, and how many traces want it.
+    _in_place: dict[tuple[int, str], tuple[Any, int]] = {}  # noqa: RUF012
+
+    def __init__(self, place: tuple[int, str], patched: Any) -> None:
+        self._place = place
+        self._patched = patched
+
+    @classmethod
+    def in_place(cls, owner: Any, name: str) -> Any:
+        return cls._in_place.get((id(owner), name), (None, 0))[0]
+
+    @classmethod
+    def functions(cls, module: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The public functions among these globals, as they are without traces."""
+        found = [(name, cls.in_place(module, name), value) for name, value in list(module.items())]
+        real = [(name, value if patched is None else patched.orig_fn) for name, patched, value in found]
+        return [(name, value) for name, value in real if not name.startswith("_") and callable(value)]
+
+    def patch(self) -> None:
+        with _lock:
+            patched, count = self._in_place.get(self._place, (self._patched, 0))
+            self._in_place[self._place] = (patched, count + 1)
+            if count == 0:
+                patched.patch()
+
+    def revert(self) -> None:
+        with _lock:
+            patched, count = self._in_place.pop(self._place)
+            if count > 1:
+                self._in_place[self._place] = (patched, count - 1)
+            else:
+                patched.revert()
+
+
+class _Patcher(fx._Patcher):
+    """What one trace has replaced."""
+
+    open: set[_Patcher] = set()  # noqa: RUF012  # of all threads
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def patch(self, frame_dict: Any, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        self._share(super().patch, frame_dict, name, new_fn, deduplicate)
+
+    def patch_method(self, cls: Any, name: str, new_fn: Any, deduplicate: bool = True) -> None:
+        if cls is Module and name in _METHODS:
+            super().patch_method(_local.methods, name, new_fn, deduplicate)  # type: ignore[arg-type]
         else:
-            fake = mode.from_tensor(
-                example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims), source=ConstantSource(name)
-            )
-        fake.requires_grad_(example.requires_grad)  # some nodes look at it
-        proxy = tracer.create_proxy("placeholder", name, (), {})
-        proxy.node.meta["val"] = fake
-        track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
-        placeholders.append(proxy.node)
-        taken.append(is_taken)
-        return fake
+            self._share(super().patch_method, cls, name, new_fn, deduplicate)
 
-    fakes: list[torch.Tensor | None] = []
-    first_place: dict[int, int] = {}  # by value of an open size: where it was met first
-    symbol_of: dict[int, Any] = {}  # by value of an open size
-    alike: list[tuple[int, int]] = []
-    of_inputs: set[int] = set()
-    given = recording.inputs
-    with torch.no_grad():
-        for i, (tensor, place) in enumerate(zip(given, recording.input_places, strict=True)):
-            if tensor is None:
-                fakes.append(None)
-                continue
-            open_dims = [d for d in range(tensor.dim()) if is_open and is_open[place + d]]
-            dims = [DimDynamic.DUCK if d in open_dims else DimDynamic.STATIC for d in range(tensor.dim())]
-            fake = add_placeholder(f"in{i}", tensor, dims, i)
-            fakes.append(fake)
-            of_inputs.update(range(place, place + 2 * tensor.dim()))
-            for d in open_dims:
-                size = tensor.shape[d]
-                symbol_of.setdefault(size, fake.shape[d])
-                alike.append((first_place.setdefault(size, place + d), place + d))
-        symbols: dict[int, Any] = {}
-        for place in range(len(is_open)):
-            if not is_open[place] or place in of_inputs:
-                continue
-            size = numbers[place]
-            if size not in symbol_of:
-                example = torch.empty(0, size)
-                dims = [DimDynamic.STATIC, DimDynamic.DUCK]
-                symbol_of[size] = add_placeholder(f"size{place}", example, dims, len(given) + place).shape[1]
-            alike.append((first_place.setdefault(size, place), place))
-            symbols[place] = symbol_of[size]
-        with mode, ProxyTorchDispatchMode(tracer, "fake" if shape_env is None else "symbolic"):
-            results, failed = recording.trace(fakes, symbols)
-    if failed is not None:
-        # What cannot be traced with open sizes may well be with fixed ones.
-        raise NotTraceable(f"{results}", failed if shape_env is None else -1)
-    nodes = []
-    outputs = []
-    for result in results:
-        outputs.append(-1 if result is None else len(nodes))
-        if result is not None:
-            nodes.append(fetch_object_proxy(tracer, result).proxy.node)
-    tracer.graph.output(tuple(nodes))
-    graph = torch.fx.GraphModule(tracer.root, tracer.graph)
-    graph.graph.eliminate_dead_code()
-    inputs = []
-    extra = []
-    for node, i in zip(placeholders, taken, strict=True):
-        if not node.users and not _is_only_place_of_a_symbol(node, placeholders):
-            graph.graph.erase_node(node)
-        elif i < len(given):
-            inputs.append(i)
-        else:
-            extra.append(i - len(given))
-    graph.recompile()
-    operators = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    if not operators:
-        raise NotTraceable("there is nothing to compute", -1)
-    if len(operators) > _MAX_OPERATORS:
-        raise NotTraceable(f"{len(operators)} operators are too many", -1)
-    for operator in operators:
-        if torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()):
-            raise NotTraceable(f"{operator} draws random numbers", -1)
-    return Traced(graph, inputs, outputs, extra, [pair for pair in alike if pair[0] != pair[1]])
+    def _share(self, patch: Callable[..., None], owner: Any, name: str, new_fn: Any, deduplicate: bool) -> None:
+        with _lock:
+            patched = _Shared.in_place(owner, name)
+            if patched is None:
+                patch(owner, name, new_fn, deduplicate)
+                patched = self.patches_made.pop()
+            shared = _Shared((id(owner), name), patched)
+            shared.patch()
+            self.patches_made.append(shared)  # type: ignore[arg-type]
 
 
-def _is_only_place_of_a_symbol(node: torch.fx.Node, placeholders: list[torch.fx.Node]) -> bool:
-    """Whether a symbol can be read from this input only, so that it must stay though nothing computes with it."""
-    for size in node.meta["val"].shape:
-        if not isinstance(size, torch.SymInt):
-            continue
-        name = str(size)
-        others = (n for n in placeholders if n is not node and (n.users or n.name < node.name))
-        if not any(name == str(other) for n in others for other in n.meta["val"].shape):
-            return True
-    return False
+@contextlib.contextmanager
+def _new_patcher() -> Generator[_Patcher, None, None]:
+    """torch's, for the calling thread."""
+    outer, mine = _local.patcher, _Patcher()
+    with _lock:
+        _Patcher.open.add(mine)
+        _call.put_in()
+        _getattr.__code__ = _getattr_of_thread.__code__
+    _local.patcher = mine
+    try:
+        yield mine
+    finally:
+        _local.patcher = outer
+        _close(mine)
 
 
-_OPERATORS = {
-    "add": 3, "mul": 4, "floordiv": 5, "mod": 6, "min": 7, "max": 8, "eq": 9, "ne": 10, "lt": 11, "le": 12, "and": 13,
-    "or": 14, "not": 15,
-}  # fmt: skip
+def _close(patcher: _Patcher) -> None:
+    with _lock:
+        patcher.revert_all_patches()
+        _Patcher.open.discard(patcher)
+        if not _Patcher.open:
+            _call.take_out()
+            _getattr.__code__ = _real_getattr.__code__
 
 
-def _program(tree: Any) -> list[int]:
-    """A guard's tree (see _worker.export_guards) as a program of engine/shape_guards.h."""
-    if isinstance(tree, int):
-        return [0, tree]
-    operator, *operands = tree
-    if operator == "sym":
-        return [1, operands[0]]
-    if operator == "number":
-        return [2, operands[0]]
-    program = _program(operands[0])
-    if operator == "not":
-        return [*program, _OPERATORS["not"], 0]
-    for operand in operands[1:]:
-        program += [*_program(operand), _OPERATORS[operator], 0]
-    return program
+@contextlib.contextmanager
+def _maybe_revert_all_patches() -> Generator[None, None, None]:
+    """torch's, for the calling thread: around Dynamo's work."""
+    patcher = _local.patcher
+    if patcher is None:
+        yield
+        return
+    reverted, patcher.patches_made = patcher.revert_all_patches(), []
+    try:
+        yield
+    finally:
+        patcher.patches_made = reverted
+        patcher.reapply_all_patches()
 
 
-def guards_of(recording: Any, traced: Traced, exported: dict[str, Any] | None) -> Any:
-    """What must hold of the group's numbers. `exported`: what lowering said of the graph's inputs; None: nothing."""
-    if not recording.open:
-        return _C.ShapeGuards([], [], [])
-    conditions: list[Any] = [["eq", ["number", a], ["number", b]] for a, b in traced.alike]
-    symbols: list[int] = []
-    if exported is not None:
-        places = [recording.input_places[i] for i in traced.inputs]
-        rank = [recording.inputs[i].dim() for i in traced.inputs]
-        for i, dim in exported["symbols"]:
-            symbols.append(places[i] + dim if i < len(places) else traced.extra[i - len(places)])
-        for place, dims, trees in zip(places, rank, exported["inputs"], strict=False):
-            for d in range(dims):
-                if recording.open[place + d]:
-                    conditions.append(["eq", ["number", place + d], trees["size"][d]])
-                if recording.open[place + dims + d]:
-                    conditions.append(["eq", ["number", place + dims + d], trees["stride"][d]])
-        conditions += exported["conditions"]
-    return _C.ShapeGuards(symbols, [_program(condition) for condition in conditions], traced.extra)
+def _patch_wrapped_functions(patcher: _Patcher) -> None:
+    with _lock:
+        fx._patch_wrapped_functions(patcher)
+
+
+def _autowrap_check(patcher: _Patcher, frame_dict: dict[str, Any], function_ids: set[int]) -> None:
+    """torch's, which takes functions for what they are, also where another thread's trace has replaced them."""
+    with _lock:
+        if patcher.visit_once(frame_dict):
+            for name, value in _Shared.functions(frame_dict):
+                if id(value) in function_ids:
+                    patcher.patch(frame_dict, name, fx._create_wrapped_func(value))
+
+
+class FxModule(types.ModuleType):
+    """The class of torch.fx._symbolic_trace while retrograd is installed, for those who read or set its flag."""
+
+    @property
+    def _is_fx_tracing_flag(self) -> bool:
+        return _local.flag
+
+    @_is_fx_tracing_flag.setter
+    def _is_fx_tracing_flag(self, value: bool) -> None:
+        _local.flag = value
+
+
+_OURS = {
+    function.__name__: function
+    for function in (_new_patcher, _maybe_revert_all_patches, _patch_wrapped_functions, _autowrap_check)
+} | {"_orig_module_getattr": _real_getattr}
+_trace: Any = inspect.unwrap(fx.Tracer.trace)
+_real_trace_code = _trace.__code__
+
+
+def trace(tracer: Any, root: Any, concrete_args: Any = None) -> Any:
+    """Tracer.trace. torch's sets the flag among its globals; these are its own."""
+    own = types.FunctionType(_real_trace_code, {**vars(fx), **_OURS}, "trace", (None,))
+    with _lock:  # the tracer may have been made, and have looked at the functions that it wraps, during another trace
+        modules = [_Shared.functions(vars(module)) for module in tracer._autowrap_search]
+        tracer._autowrap_function_ids |= {id(function) for functions in modules for _, function in functions}
+    outer, _local.flag = _local.flag, True
+    try:
+        return own(tracer, root, concrete_args)
+    finally:
+        _local.flag = outer
+
+
+# Code for functions of torch.fx._symbolic_trace.
+
+
+def _trace_of_thread(self: Any, root: Any, concrete_args: Any = None) -> Any:
+    from retrograd import _tracing
+
+    return _tracing.trace(self, root, concrete_args)
+
+
+def _is_fx_tracing() -> bool:
+    is_fx_tracing_warning()  # type: ignore[name-defined]  # noqa: F821
+    return torch.fx._symbolic_trace._is_fx_tracing_flag  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
+def _is_fx_symbolic_tracing() -> bool:
+    return torch.fx._symbolic_trace._is_fx_tracing_flag and not torch.compiler.is_compiling()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
+def install(replace: Callable[[Any, str, Any], None], on_undo: Callable[[Callable[[], None]], None]) -> None:
+    """Puts the functions above into their places in torch.fx. Traces in progress end as they began.
+
+    Args:
+        replace: replace(owner, name, value), undone by uninstall().
+        on_undo: registers a function that uninstall() calls.
+    """
+    previous_class = type(fx)
+
+    def undo() -> None:
+        if type(fx) is FxModule:
+            fx.__class__ = previous_class
+
+    on_undo(undo)
+    fx.__class__ = FxModule
+    for function, ours in (
+        (_trace, _trace_of_thread),
+        (fx.is_fx_tracing, _is_fx_tracing),
+        (fx.is_fx_symbolic_tracing, _is_fx_symbolic_tracing),
+    ):
+        replace(function, "__code__", ours.__code__)
+    replace(fx, "_maybe_revert_all_patches", _maybe_revert_all_patches)
+
+
+def _after_fork_in_child() -> None:
+    """Other threads' traces do not go on here."""
+    _lock.release()
+    for patcher in list(_Patcher.open):
+        if patcher.thread != threading.get_ident():
+            _close(patcher)
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork_in_child)

@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-
-# A backward graph that torch takes from this cache is traced anew when it is captured, and torch's FX tracer patches
-# torch.nn.Module for all threads meanwhile (docs/architecture.md). Read when torch is imported.
-os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-
 import torch
 
 import retrograd
