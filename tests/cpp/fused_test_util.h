@@ -184,7 +184,9 @@ inline RecordedGroup record(const GroupRequest& request) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   auto& call = request.inputs.call;
-  RecordedGroup recorded{.group = request.group, .any_size = !request.version.open.empty()};
+  RecordedGroup recorded;
+  recorded.group = request.group;
+  recorded.any_size = !request.version.open.empty();
   for (const at::Tensor& tensor : request.inputs.tensors()) {
     at::Tensor alias = tensor.detach();
     alias.set_requires_grad(tensor.requires_grad());
