@@ -10,7 +10,7 @@ namespace {
 constexpr size_t kMaxStack = 64;
 constexpr size_t kMaxSymbols = 64;
 
-int64_t floor_div(int64_t a, int64_t b) { return a / b - static_cast<int64_t>(a % b != 0 && (a < 0) != (b < 0)); }
+bool rounds_down(int64_t a, int64_t b) { return a % b != 0 && (a < 0) != (b < 0); }
 
 // False where the value does not exist.
 bool apply(int64_t op, int64_t a, int64_t b, int64_t& result) {
@@ -22,7 +22,8 @@ bool apply(int64_t op, int64_t a, int64_t b, int64_t& result) {
     case ShapeGuards::kFloorDiv:
     case ShapeGuards::kMod:
       if (b == 0 || b == -1) return false;
-      result = op == ShapeGuards::kFloorDiv ? floor_div(a, b) : a - floor_div(a, b) * b;
+      result = op == ShapeGuards::kFloorDiv ? a / b - static_cast<int64_t>(rounds_down(a, b))
+                                            : a % b + (rounds_down(a, b) ? b : 0);
       return true;
     case ShapeGuards::kMin:
       result = std::min(a, b);
@@ -61,7 +62,10 @@ ShapeGuards::ShapeGuards(std::vector<uint32_t> symbols, std::vector<Program> con
     if (!holds) throw std::invalid_argument("a guard of a plan is not a program.");
   };
   require(symbols_.size() <= kMaxSymbols);
-  const auto use = [this](uint32_t place) { places_ = std::max(places_, place + 1); };
+  const auto use = [&](uint32_t place) {
+    require(place < INT32_MAX);
+    places_ = std::max(places_, place + 1);
+  };
   for (const uint32_t place : symbols_) use(place);
   for (const uint32_t place : extra_) use(place);
   for (const Program& program : conditions_) {
