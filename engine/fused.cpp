@@ -168,8 +168,8 @@ class FusedRun {
     switch (collecting.obstacle) {
       case GroupObstacle::kSavedTensorHooks:
       case GroupObstacle::kUntraceable:
-        graph_.refuse(group.steps[collecting.member]);
         inputs_.reset();
+        refuse_all();
         return false;
       case GroupObstacle::kError:
         inputs_.reset();
@@ -188,6 +188,16 @@ class FusedRun {
       run_plan(*plan, group, key.numbers);
     }
     return true;
+  }
+
+  // All nodes to come that must run by themselves: each call finding one more, and plans made for each new cut, would
+  // take as many calls as there are such nodes.
+  void refuse_all() {
+    for (const Group& group : cut_.partition.groups) {
+      for (const uint32_t k : group.steps) {
+        if (!done_[k] && must_run_alone(*call_.nodes[k])) graph_.refuse(k);
+      }
+    }
   }
 
   void run_members(const Group& group) {
@@ -219,7 +229,7 @@ class FusedRun {
     if (version->entry->first_look()) {
       if (const GroupPlan* plan = take_stored(group, shapes, *version)) return plan;
     }
-    make_plan(group, *version);
+    make_plan(group, *version, key.numbers);
     // What was left open may have got conditions that this call does not meet.
     return shapes.find(key.numbers) == version ? version->entry->plan() : nullptr;
   }
@@ -238,14 +248,15 @@ class FusedRun {
       if (version.entry->claim()) version.entry->settle(std::move(stored->plan));
     } else {
       shapes.add_ready(std::move(stored->numbers), std::move(stored->open), std::move(stored->plan));
-      version.entry->refuse(-1);  // the other one serves its calls
+      if (version.entry->claim()) version.entry->supersede();
     }
     const GroupShapes::Version* ready = shapes.find(key.numbers);
     return ready != nullptr ? ready->entry->plan() : nullptr;
   }
 
-  void make_plan(const Group& group, const GroupShapes::Version& version) {
+  void make_plan(const Group& group, const GroupShapes::Version& version, std::span<const int64_t> numbers) {
     const auto& entry = version.entry;
+    reason_ = ScheduleReason::kCompiling;
     const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
     using State = GroupEntry::State;
     if (entry->state() == State::kCold) {
@@ -258,6 +269,9 @@ class FusedRun {
         reason_ = ScheduleReason::kNoCompiler;
         return;
       }
+      for (size_t i = 0; i < numbers.size(); ++i) {
+        if (version.is_open(i) && numbers[i] < 2) return;  // tracing takes such sizes for fixed: another call will do
+      }
       if (entry->claim()) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
         if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
@@ -266,7 +280,6 @@ class FusedRun {
         }
       }
     }
-    reason_ = ScheduleReason::kCompiling;
     if (entry->state() == State::kRefused) {
       reason_ = ScheduleReason::kNotFusable;
       if (const int32_t member = entry->refused_member(); member >= 0) {

@@ -128,6 +128,21 @@ bool may_be_fused(Node& node) {
   return is_generated(typeid(node));
 }
 
+bool must_run_alone(Node& node) {
+  torch::dynamo::autograd::AutogradCompilerCall call{torch::dynamo::autograd::SizeInput::STATIC};
+  NodeCall node_call(0, node.getptr());
+  CompiledNodeArgs args(call, node_call);
+  const PythonGateLock lock(ungated_hooks_exist());
+  try {
+    node.compiled_args(args);
+  } catch (const c10::NotImplementedError&) {
+    return true;
+  } catch (...) {
+    return false;  // to be reported by its own run
+  }
+  return !call.hooks.empty() || !call.packed_inputs.empty();
+}
+
 void append_environment(cache::Path& path) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   auto& context = at::globalContext();

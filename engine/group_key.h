@@ -65,4 +65,7 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
 // Whether the node may be in a group at all, told from its type and what it wraps; hooks and captures are not looked at.
 bool may_be_fused(Node& node);
 
+// Whether collecting it shows that it may not: it saved a tensor with hooks, or has no compiled_args.
+bool must_run_alone(Node& node);
+
 }  // namespace retrograd

@@ -13,6 +13,7 @@ GroupShapes::~GroupShapes() {
 
 bool GroupShapes::serves(const Version& version, std::span<const int64_t> numbers) noexcept {
   if (numbers.size() != version.numbers.size()) return false;
+  if (version.entry->state() == GroupEntry::State::kSuperseded) return false;
   if (version.open.empty()) return std::ranges::equal(numbers, version.numbers);
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] != version.numbers[i] && !version.open[i]) return false;

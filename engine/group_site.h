@@ -16,7 +16,7 @@ namespace retrograd {
 // that make the plan, which may outlive the cache's interest in it.
 class GroupEntry {
  public:
-  enum class State : uint8_t { kCold, kMaking, kReady, kRefused };
+  enum class State : uint8_t { kCold, kMaking, kReady, kRefused, kSuperseded };
 
   State state() const noexcept { return state_.load(std::memory_order_acquire); }
   // Null until ready. Good while the entry is held.
@@ -50,6 +50,8 @@ class GroupEntry {
     refused_member_.store(member, std::memory_order_relaxed);
     state_.store(State::kRefused, std::memory_order_release);
   }
+  // Another entry serves its calls.
+  void supersede() const noexcept { state_.store(State::kSuperseded, std::memory_order_release); }
   int32_t refused_member() const noexcept { return refused_member_.load(std::memory_order_relaxed); }
 
  private:

@@ -3,6 +3,7 @@
 #include <fstream>
 #include <sstream>
 
+#include <c10/util/ConstexprCrc.h>
 #include <torch/version.h>
 
 #include "cache/plan_store.h"
@@ -21,8 +22,9 @@ const std::string& environment() {
     out << "format " << kFormat << "\ntorch " << TORCH_VERSION << "\n";
     std::ifstream cpu("/proc/cpuinfo");
     for (std::string line; std::getline(cpu, line);) {
-      if (line.starts_with("model name") || line.starts_with("flags") || line.starts_with("Features")) {
-        out << line << "\n";
+      if (line.starts_with("model name")) out << line.substr(line.find(':') + 2) << "\n";
+      if (line.starts_with("flags") || line.starts_with("Features")) {
+        out << "features " << std::hex << c10::util::crc64(line.data(), line.size()).checksum() << std::dec << "\n";
       } else if (line.empty()) {
         break;  // the first processor speaks for all
       }

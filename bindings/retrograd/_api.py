@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import sys
@@ -205,6 +206,8 @@ def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
             raise ValueError(f"unknown backend {backend!r}: the known ones are {known}, and any compiler function.")
         if dynamic is not None:
             raise ValueError(f"dynamic is for compiler functions; backend {backend!r} takes no notice of sizes.")
+        if backend == "inductor":
+            importlib.import_module("retrograd._fused")  # now, rather than in the first call that records
         return (_BACKENDS[backend], None, False, when)
     if not callable(backend):
         raise TypeError(f"a backend is a name or a compiler function, not {backend!r}.")
