@@ -101,23 +101,36 @@ class FusedRun {
   FusedRun& operator=(const FusedRun&) = delete;
 
   void run() {
-    ThreadStats& stats = thread_stats();
+    try {
+      run_items();
+    } catch (...) {
+      count();
+      throw;
+    }
+    count();
+    thread_stats().unfused_groups.add(cut_.partition.groups.size() - compiled_groups_);
+  }
+
+ private:
+  void run_items() {
     for (const Partition::Item& item : cut_.partition.items) {
       if (!item.is_group) {
         run_step(item.index);
       } else if (!run_group(item.index)) {
         run_rest();
-        break;
+        return;
       }
     }
+  }
+
+  void count() const {
+    ThreadStats& stats = thread_stats();
     (compiled_groups_ > 0 ? stats.fused_calls : stats.schedule_calls).add(1);
     stats.fused_groups.add(compiled_groups_);
-    stats.unfused_groups.add(cut_.partition.groups.size() - compiled_groups_);
     stats.count_lookup(compiled_groups_ == cut_.partition.groups.size());
     if (compiled_groups_ == 0) stats.count_fallback(reason_);
   }
 
- private:
   void run_step(uint32_t k) {
     done_[k] = true;
     if (C10_UNLIKELY(!starved_.empty()) && starved_[k]) {
