@@ -180,8 +180,8 @@ def state_left() -> dict[str, Any]:
     }
 
 
-def observe(program: Program) -> Observation:
-    rec = Recorder()
+def observe(program: Program, rec: Recorder | None = None) -> Observation:
+    rec = rec or Recorder()
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
