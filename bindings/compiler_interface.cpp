@@ -90,5 +90,4 @@ void capture_after_fork_in_child() {
   interface_in_place = false;
 }
 
-
 }  // namespace retrograd::bindings

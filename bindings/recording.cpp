@@ -98,7 +98,8 @@ void forward_bound_functions() {
 // libtorch's interface, answered by writing down what is asked.
 class Recording::Recorder final : public PyCompilerInterface {
  public:
-  explicit Recorder(std::shared_ptr<Member*> current, at::Tensor any) : current_(std::move(current)), any_(std::move(any)) {}
+  explicit Recorder(std::shared_ptr<Member*> current, at::Tensor any)
+      : current_(std::move(current)), any_(std::move(any)) {}
 
   std::string bind_function(PyObject*, const std::string& name, torch::autograd::functional_apply_t function,
                             std::vector<at::TypePtr> schema, bool is_custom_function,
@@ -172,8 +173,8 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
   {
     GroupInputs again;
     again.gradients = request.inputs.gradients;
-    const Collecting collecting = collect_group(request.group, request.nodes, request.targets, again, r.key_,
-                                                KeyForm::kPortable, &r.places_);
+    const Collecting collecting =
+        collect_group(request.group, request.nodes, request.targets, again, r.key_, KeyForm::kPortable, &r.places_);
     if (collecting.obstacle != GroupObstacle::kNone || r.numbers().size() != request.version.numbers.size()) return {};
     r.open_ = request.version.open;
   }
@@ -200,9 +201,10 @@ std::shared_ptr<Recording> Recording::make(const GroupRequest& request, int32_t&
       const bool goes = edge.to != GroupEdge::To::kNowhere;
       const Edge& next = node.next_edge(i);
       member.next.push_back(goes ? std::optional(next.function->input_metadata(next.input_nr)) : std::nullopt);
-      member.next_places.push_back(edge.to == GroupEdge::To::kMember ? r.places_.member_inputs[edge.index][edge.input_nr]
-                                   : goes                            ? r.places_.targets[edge.index]
-                                                                     : 0);
+      member.next_places.push_back(edge.to == GroupEdge::To::kMember
+                                       ? r.places_.member_inputs[edge.index][edge.input_nr]
+                                   : goes ? r.places_.targets[edge.index]
+                                          : 0);
     }
     const torch::dynamo::autograd::NodeCall node_call(static_cast<uint32_t>(m), node.getptr());
     SwapSavedVariables saved(call, state, nullptr, node_call);
@@ -301,9 +303,7 @@ variable_list Recording::trace(const variable_list& fakes, const Symbols& symbol
     waiting[group_.inputs[i].member][group_.inputs[i].input_nr] = fakes[i];
   }
   variable_list results(group_.outputs.size());
-  const auto add = [](at::Tensor& sum, const at::Tensor& gradient) {
-    sum = sum.defined() ? sum + gradient : gradient;
-  };
+  const auto add = [](at::Tensor& sum, const at::Tensor& gradient) { sum = sum.defined() ? sum + gradient : gradient; };
   for (size_t m = 0; m < members_.size(); ++m) {
     failed = static_cast<int32_t>(m);
     const Member& member = members_[m];
@@ -331,9 +331,11 @@ variable_list Recording::trace(const variable_list& fakes, const Symbols& symbol
       outputs.resize(member.next.size());
     }
     for (const at::Tensor& output : outputs) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!output.defined() || output.layout() == c10::kStrided, "a gradient that is not strided");
+      TORCH_CHECK_NOT_IMPLEMENTED(!output.defined() || output.layout() == c10::kStrided,
+                                  "a gradient that is not strided");
     }
-    torch::autograd::validate_outputs(next_of(member, values), outputs, [](const std::string& message) { return message; });
+    torch::autograd::validate_outputs(next_of(member, values), outputs,
+                                      [](const std::string& message) { return message; });
     const size_t first = group_.first_edge[m];
     for (size_t i = 0; i < outputs.size() && first + i < group_.first_edge[m + 1]; ++i) {
       if (!outputs[i].defined()) continue;
@@ -346,8 +348,7 @@ variable_list Recording::trace(const variable_list& fakes, const Symbols& symbol
   for (size_t k = 0; k < results.size(); ++k) {
     at::Tensor& result = results[k];
     if (!result.defined()) continue;
-    if (const auto& layout = leaf_layouts_[k];
-        layout && result.sym_strides() != layout->sym_strides()) {
+    if (const auto& layout = leaf_layouts_[k]; layout && result.sym_strides() != layout->sym_strides()) {
       result = laid_out_as(result, *layout);
     }
     // Whoever takes a result over counts on its memory being its own.

@@ -1,8 +1,8 @@
 // Recording: what a group of nodes would do, taken from the live graph in about a millisecond, to be traced later.
 //
 // Each node is asked once, with its saved tensors swapped for placeholders, which function it would call with which
-// arguments; then it is as before. The record refers to nothing of the graph and holds no memory of its tensors. Tracing
-// calls the recorded functions on fake tensors, on any thread, at any time.
+// arguments; then it is as before. The record refers to nothing of the graph and holds no memory of its tensors.
+// Tracing calls the recorded functions on fake tensors, on any thread, at any time.
 #pragma once
 
 #include <map>
@@ -15,7 +15,8 @@
 
 namespace retrograd::bindings {
 
-// Gives torch's own front end, once it is imported, the functions that libtorch handed over to recordings. Under the GIL.
+// Gives torch's own front end, once it is imported, the functions that libtorch handed over to recordings. Under the
+// GIL.
 void forward_bound_functions();
 
 class Recording {

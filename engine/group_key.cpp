@@ -81,11 +81,10 @@ bool put_tensor(GroupKey& key, const at::Tensor& tensor) {
   if (!tensor.defined()) return true;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::DispatchKeySet keys = impl.key_set();
-  constexpr c10::DispatchKeySet kNever({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-                                        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
-                                        c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
-                                        c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
-                                        c10::DispatchKey::NestedTensor});
+  constexpr c10::DispatchKeySet kNever(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::Functionalize, c10::DispatchKey::Batched, c10::DispatchKey::Conjugate,
+       c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor, c10::DispatchKey::NestedTensor});
   if (impl.layout() != c10::kStrided || keys.has_any(kNever) || at::isQIntType(tensor.scalar_type()) ||
       impl.has_symbolic_sizes_strides() || !impl.has_storage()) {
     return false;
@@ -143,17 +142,16 @@ bool must_run_alone(Node& node) {
   return !call.hooks.empty() || !call.packed_inputs.empty();
 }
 
-void append_environment(cache::Path& path) {
+bool append_environment(cache::Path& path) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   auto& context = at::globalContext();
   path.put(static_cast<int32_t>(at::get_num_threads()));
-  path.put(keys.included_.raw_repr());
-  path.put(keys.excluded_.raw_repr());
   path.put(static_cast<int8_t>(c10::typeMetaToScalarType(c10::get_default_dtype())));
   path.put(static_cast<uint8_t>(context.deterministicAlgorithms()));
   path.put(static_cast<uint8_t>(context.deterministicFillUninitializedMemory()));
   path.put(static_cast<uint8_t>(context.userEnabledMkldnn()));
   path.put(static_cast<int32_t>(context.float32MatmulPrecision()));
+  return keys.included_ == c10::default_included_set && keys.excluded_ == c10::default_excluded_set;
 }
 
 Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::span<Node* const> targets,
@@ -163,11 +161,10 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
   key.numbers.clear();
   const auto here = [&key] { return static_cast<uint32_t>(key.numbers.size()); };
   path.begin_key();
-  append_environment(path);
+  bool plain = append_environment(path);
   if (form == KeyForm::kPortable) put_structure(path, group);
   auto& call = inputs.call;
   const PythonGateLock lock(ungated_hooks_exist());
-  bool plain = true;
   for (uint32_t m = 0; m < nodes.size(); ++m) {
     Node& node = *nodes[m];
     put_type(path, typeid(node), form);

@@ -34,7 +34,8 @@ struct Collecting {
 };
 
 // The state outside the graph that a plan bakes in: intra-op threads, numerics switches, dispatch keys in force.
-void append_environment(cache::Path& path);
+// False where something is in force that a plan would not see, such as autocast: it is traced without it.
+bool append_environment(cache::Path& path);
 
 // What a plan depends on, apart: `fixed` has one key of all that every plan bakes in; `numbers` has the sizes and
 // strides, which a plan may leave open.
@@ -62,7 +63,8 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
                          GroupInputs& inputs, GroupKey& key, KeyForm form = KeyForm::kFast,
                          NumberPlaces* places = nullptr);
 
-// Whether the node may be in a group at all, told from its type and what it wraps; hooks and captures are not looked at.
+// Whether the node may be in a group at all, told from its type and what it wraps; hooks and captures are not looked
+// at.
 bool may_be_fused(Node& node);
 
 // Whether collecting it shows that it may not: it saved a tensor with hooks, or has no compiled_args.

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <string>
 
-#include "engine/group_plan.h"
 #include "engine/group_key.h"
+#include "engine/group_plan.h"
 #include "engine/region.h"
 
 namespace retrograd {
@@ -64,15 +64,15 @@ class GroupEntry {
   mutable std::shared_ptr<const GroupPlan> owner_;  // written once, before plan_
 };
 
-// The plans of one group for one fixed key, by its sizes and strides: a plan for exactly those seen first; then one that
-// leaves open what was seen to change; then, for what that one does not admit, more of either kind up to a limit.
+// The plans of one group for one fixed key, by its sizes and strides: a plan for exactly those seen first; then one
+// that leaves open what was seen to change; then, for what that one does not admit, more of either kind up to a limit.
 class GroupShapes {
  public:
   static constexpr size_t kMaxVersions = 8;
 
   struct Version {
-    std::vector<int64_t> numbers;            // seen at its making
-    std::vector<bool> open;                  // by place; empty: none
+    std::vector<int64_t> numbers;  // seen at its making
+    std::vector<bool> open;        // by place; empty: none
     std::shared_ptr<const GroupEntry> entry = std::make_shared<const GroupEntry>();
 
     bool is_open(size_t place) const { return !open.empty() && open[place]; }

@@ -1,15 +1,21 @@
 #include "engine/partition.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <queue>
 
 namespace retrograd {
 namespace {
 
 class Partitioner {
  public:
-  Partitioner(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members)
-      : shape_(shape), fusable_(fusable), min_members_(min_members), waits_for_(shape.steps.size(), 0) {
+  Partitioner(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members, size_t max_members)
+      : shape_(shape),
+        fusable_(fusable),
+        min_members_(min_members),
+        max_members_(max_members),
+        waits_for_(shape.steps.size(), 0) {
     for (const EdgeShape& edge : shape.edges) {
       if (edge.step != kNoStep) ++waits_for_[edge.step];
     }
@@ -17,7 +23,7 @@ class Partitioner {
 
   Partition run() {
     const auto count = static_cast<uint32_t>(shape_.steps.size());
-    if (fusable_[0]) ready_.push_back(0);
+    if (fusable_[0]) ready_.push(0);
     for (uint32_t k = 0; k < count; ++k) {
       if (fusable_[k]) continue;
       // Steps run in engine order, so what this one still waits for is in groups: of all that can run by now.
@@ -32,17 +38,20 @@ class Partitioner {
  private:
   void follow(uint32_t k) {
     for (const EdgeShape& edge : shape_.edges_of(shape_.steps[k])) {
-      if (edge.step != kNoStep && --waits_for_[edge.step] == 0 && fusable_[edge.step]) ready_.push_back(edge.step);
+      if (edge.step != kNoStep && --waits_for_[edge.step] == 0 && fusable_[edge.step]) ready_.push(edge.step);
     }
   }
 
   // Makes a group of the fusable steps that can run, and of those that they make able to run.
   void flush() {
-    if (ready_.empty()) return;
+    while (!ready_.empty()) make_group();
+  }
+
+  void make_group() {
     Group group;
-    while (!ready_.empty()) {
-      const uint32_t k = ready_.back();
-      ready_.pop_back();
+    while (!ready_.empty() && group.steps.size() < max_members_) {
+      const uint32_t k = ready_.top();
+      ready_.pop();
       group.steps.push_back(k);
       follow(k);
     }
@@ -97,16 +106,18 @@ class Partitioner {
 
   const GraphShape& shape_;
   const std::vector<bool>& fusable_;
-  const size_t min_members_;
+  const size_t min_members_, max_members_;
   std::vector<uint32_t> waits_for_;  // by step: edges that have yet to be followed
-  std::vector<uint32_t> ready_;      // fusable steps that can run
+  // Fusable steps that can run, the first in engine order on top.
+  std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> ready_;
   Partition result_;
 };
 
 }  // namespace
 
-Partition make_partition(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members) {
-  return Partitioner(shape, fusable, min_members).run();
+Partition make_partition(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members,
+                         size_t max_members) {
+  return Partitioner(shape, fusable, min_members, max_members).run();
 }
 
 }  // namespace retrograd

@@ -32,11 +32,11 @@ struct GroupInput {
 };
 
 struct Group {
-  std::vector<uint32_t> steps;            // the members, in engine order
-  std::vector<uint32_t> first_edge;       // by member, into edges; one more at the end
-  std::vector<GroupEdge> edges;           // of all members, in edge order
-  std::vector<GroupInput> inputs;         // by member, then by slot
-  std::vector<EdgeShape> outputs;         // slots outside that get a gradient, in the order of first use
+  std::vector<uint32_t> steps;       // the members, in engine order
+  std::vector<uint32_t> first_edge;  // by member, into edges; one more at the end
+  std::vector<GroupEdge> edges;      // of all members, in edge order
+  std::vector<GroupInput> inputs;    // by member, then by slot
+  std::vector<EdgeShape> outputs;    // slots outside that get a gradient, in the order of first use
 };
 
 struct Partition {
@@ -48,8 +48,12 @@ struct Partition {
   std::vector<Group> groups;
 };
 
+inline constexpr size_t kMaxMembers = 200;
+
 // `fusable` says by step which nodes may be in a group. Groups of fewer than `min_members` nodes are dissolved into
-// single steps, in engine order, where they stood.
-Partition make_partition(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members);
+// single steps, in engine order, where they stood; larger ones than `max_members` are cut, in engine order: compiling
+// takes time and memory out of proportion for large graphs.
+Partition make_partition(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members,
+                         size_t max_members = kMaxMembers);
 
 }  // namespace retrograd

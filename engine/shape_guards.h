@@ -17,8 +17,19 @@ class ShapeGuards {
     kConstant,  // pushes the operand
     kSymbol,    // pushes the value of the symbol with this index
     kNumber,    // pushes the number at this place
-    kAdd, kMul, kFloorDiv, kMod, kMin, kMax, kEq, kNe, kLt, kLe, kAnd, kOr,  // of two; the operand is 0
-    kNot,                                                                   // of one
+    kAdd,
+    kMul,
+    kFloorDiv,
+    kMod,
+    kMin,
+    kMax,
+    kEq,
+    kNe,
+    kLt,
+    kLe,
+    kAnd,
+    kOr,   // of two; the operand is 0
+    kNot,  // of one
   };
   using Program = std::vector<int64_t>;
 

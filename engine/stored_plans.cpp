@@ -150,8 +150,7 @@ std::optional<StoredVersion> find_stored(const GroupKey& key) {
 }
 
 std::shared_ptr<const GroupPlan> store_and_load(const GroupKey& key, const std::vector<bool>& open,
-                                                const std::string& library, GroupPlan::Io io,
-                                                const std::string& name) {
+                                                const std::string& library, GroupPlan::Io io, const std::string& name) {
   if (store() != nullptr) {
     const std::string text = to_text(io, key, open, name);
     for (int which = 0; which < kMaxOpen; ++which) {

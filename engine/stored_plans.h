@@ -5,8 +5,8 @@
 #include <span>
 #include <string>
 
-#include "engine/group_plan.h"
 #include "engine/group_key.h"
+#include "engine/group_plan.h"
 
 namespace retrograd {
 
