@@ -1,16 +1,19 @@
 #include "engine/fused.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <utility>
 
 #include "cache/leaf.h"
 #include "engine/buffers.h"
+#include "engine/gated_hooks.h"
 #include "engine/group_site.h"
 #include "engine/node_kind.h"
 #include "engine/partition.h"
 #include "engine/stats.h"
-#include "engine/stored_plans.h"
 #include "engine/step_runner.h"
+#include "engine/stored_plans.h"
 
 namespace retrograd {
 namespace {
@@ -42,8 +45,7 @@ struct CutGraph {
 // All that the fused backend keeps for one graph. Held by the graph's leaf.
 class FusedGraph {
  public:
-  explicit FusedGraph(const Schedule& schedule)
-      : schedule_(schedule), refused_(schedule.shape().steps.size()) {}
+  explicit FusedGraph(const Schedule& schedule) : schedule_(schedule), refused_(schedule.shape().steps.size()) {}
 
   // From now on the node of `step` runs by itself.
   void refuse(uint32_t step) const noexcept { refused_[step].store(true, std::memory_order_relaxed); }
@@ -90,13 +92,56 @@ const FusedGraph& fused_graph(PreparedCall& call) {
   return *static_cast<const FusedGraph*>(found);
 }
 
+// Letting go of the last but one reference to a tensor that has a Python wrapper takes the GIL. The wrapped inputs of a
+// call's groups are therefore kept until its end and go together; large ones go when their group is done with them, as
+// memory counts for more.
+class WrappedTensors {
+ public:
+  WrappedTensors() = default;
+  ~WrappedTensors() {
+    // Two references: the wrapper's and this one.
+    const bool last = std::ranges::any_of(kept_, [](const at::Tensor& tensor) { return tensor.use_count() <= 2; });
+    const PythonGateLock lock(last);
+    kept_.clear();
+  }
+  WrappedTensors(const WrappedTensors&) = delete;
+  WrappedTensors& operator=(const WrappedTensors&) = delete;
+
+  void keep_if_wrapped(const at::Tensor& tensor) {
+    c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    if (impl.pyobj_slot()->load_pyobj() == nullptr || tensor.nbytes() > room_) return;
+    if (tensor.is_leaf() && tensor.requires_grad()) return;  // a parameter: others hold it
+    room_ -= tensor.nbytes();
+    kept_.push_back(tensor);
+  }
+
+ private:
+  size_t room_ = size_t{1} << 20U;  // bytes that may be kept
+  std::vector<at::Tensor> kept_;
+};
+
+// Memory of calls that are over. A call takes it out: compilers and hooks may call backward.
+GroupKey& spare_key() {
+  thread_local GroupKey key;
+  return key;
+}
+
 // One call.
 class FusedRun {
  public:
   FusedRun(PreparedCall& call, const ScheduleRun& run, const FusedGraph& graph, const CutGraph& cut)
-      : call_(call), run_(run), shape_(call.schedule->shape()), graph_(graph), cut_(cut), buffers_(shape_, run),
-        steps_(*call.schedule, run, buffers_), done_(shape_.steps.size(), false) {}
-  ~FusedRun() { run_.frame.current_node = nullptr; }
+      : call_(call),
+        run_(run),
+        shape_(call.schedule->shape()),
+        graph_(graph),
+        cut_(cut),
+        buffers_(shape_, run),
+        steps_(*call.schedule, run, buffers_),
+        done_(shape_.steps.size(), false) {}
+  ~FusedRun() {
+    run_.frame.current_node = nullptr;
+    spare_key() = std::move(key_);
+  }
   FusedRun(const FusedRun&) = delete;
   FusedRun& operator=(const FusedRun&) = delete;
 
@@ -118,9 +163,10 @@ class FusedRun {
         run_step(item.index);
       } else if (!run_group(item.index)) {
         run_rest();
-        return;
+        break;
       }
     }
+    check_end();
   }
 
   void count() const {
@@ -137,9 +183,18 @@ class FusedRun {
       starve_targets(k, 0);
       return;
     }
-    steps_.run(k, [&](size_t count) {
-      if (C10_UNLIKELY(count != shape_.steps[k].num_edges && shape_.steps[k].needed)) starve_targets(k, count);
-    });
+    try {
+      steps_.run(k, [&](size_t count) {
+        if (C10_UNLIKELY(count != shape_.steps[k].num_edges && shape_.steps[k].needed)) {
+          starving_.emplace_back(k, count);
+          starve_targets(k, count);
+        }
+      });
+    } catch (...) {
+      // What the stock engine would have done before: a node that may join a group can be ahead of its turn.
+      run_up_to(k);
+      throw;
+    }
   }
 
   // A post-hook returned fewer gradients than the step has edges: the steps at the others never come.
@@ -150,9 +205,25 @@ class FusedRun {
     }
   }
 
+  // The stock engine's error if a step that never came had been sent something.
+  void check_end() const {
+    for (size_t k = 0; !starved_.empty() && k < shape_.steps.size(); ++k) {
+      const StepShape& step = shape_.steps[k];
+      if (starved_[k] || !step.needed) continue;
+      auto edges = shape_.edges_of(step);
+      for (const auto& [starving, count] : starving_) {
+        if (starving == k) edges = edges.first(count);
+      }
+      for (const EdgeShape& edge : edges) {
+        TORCH_CHECK(edge.step == kNoStep || !starved_[edge.step], "could not compute gradients for some functions");
+      }
+    }
+  }
+
   // In the stock engine's order, as the schedule does.
-  void run_rest() {
-    for (uint32_t k = 0; k < shape_.steps.size(); ++k) {
+  void run_rest() { run_up_to(static_cast<uint32_t>(shape_.steps.size())); }
+  void run_up_to(uint32_t end) {
+    for (uint32_t k = 0; k < end; ++k) {
       if (!done_[k]) run_step(k);
     }
   }
@@ -167,6 +238,9 @@ class FusedRun {
     }
     members_.clear();
     for (const uint32_t k : group.steps) members_.push_back(call_.nodes[k]);
+    for (Node* member : members_) {
+      if (C10_UNLIKELY(runs_user_code(*member, NodeKind::kPlain))) return false;  // hooks since the graph was cut
+    }
     targets_.clear();
     for (const EdgeShape& output : group.outputs) targets_.push_back(call_.nodes[output.step]);
 
@@ -175,8 +249,8 @@ class FusedRun {
     for (const GroupInput& input : group.inputs) {
       inputs_->gradients.push_back(buffers_.peek(group.steps[input.member], input.input_nr));
     }
-    thread_local GroupKey key;
-    const Collecting collecting = collect_group(group, members_, targets_, *inputs_, key);
+    const GroupKey& key = key_;
+    const Collecting collecting = collect_group(group, members_, targets_, *inputs_, key_);
     const GroupPlan* plan = nullptr;
     switch (collecting.obstacle) {
       case GroupObstacle::kSavedTensorHooks:
@@ -224,9 +298,8 @@ class FusedRun {
         reason_ = ScheduleReason::kTooManyKeys;
         return nullptr;
       }
-      found = site.get_or_build(key.fixed[0], cache::Wait::kYes, []() -> std::shared_ptr<const void> {
-        return std::make_shared<const GroupShapes>();
-      });
+      found = site.get_or_build(key.fixed[0], cache::Wait::kYes,
+                                []() -> std::shared_ptr<const void> { return std::make_shared<const GroupShapes>(); });
     }
     const auto& shapes = *static_cast<const GroupShapes*>(found);
     const GroupShapes::Version* version = shapes.find(key.numbers);
@@ -308,6 +381,7 @@ class FusedRun {
     const size_t num_gradients = inputs_->gradients.size();
     for (const uint32_t i : plan.io().inputs) {
       given.push_back(i < num_gradients ? inputs_->gradients[i] : inputs_->tensors()[i - num_gradients]);
+      wrapped_.keep_if_wrapped(given.back());
     }
     for (const uint32_t place : plan.io().guards.extra()) given.push_back(at::empty({0, numbers[place]}));
     inputs_.reset();
@@ -334,11 +408,14 @@ class FusedRun {
   const FusedGraph& graph_;
   const CutGraph& cut_;
   HostBuffers buffers_;
+  WrappedTensors wrapped_;
   StepRunner<HostBuffers> steps_;
-  std::vector<bool> done_;     // by step
-  std::vector<bool> starved_;  // by step; empty in all but the strangest calls
-  std::vector<Node*> members_, targets_;  // of the group at hand
-  std::optional<GroupInputs> inputs_;     // of the group at hand
+  std::vector<bool> done_;                             // by step
+  std::vector<bool> starved_;                          // by step; empty in all but the strangest calls
+  std::vector<std::pair<uint32_t, size_t>> starving_;  // steps that sent less than they have edges, and how much
+  std::vector<Node*> members_, targets_;               // of the group at hand
+  std::optional<GroupInputs> inputs_;                  // of the group at hand
+  GroupKey key_ = std::exchange(spare_key(), {});      // of the group at hand
   size_t compiled_groups_ = 0;
   ScheduleReason reason_ = ScheduleReason::kNotFusable;
 };
