@@ -51,10 +51,11 @@ std::string text(const Partition& cut) {
 }
 
 // The stated rule, said in another way: before a step that still waits for something, all that can run by now and may
-// be in groups is one group.
-std::string expected_text(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members) {
+// be in groups is one group; cut where it is too large.
+std::string expected_text(const GraphShape& shape, const std::vector<bool>& fusable, size_t min_members,
+                          size_t max_members) {
   std::ostringstream out;
-  const size_t count = shape.steps.size();
+  const auto count = static_cast<uint32_t>(shape.steps.size());
   std::vector<std::set<uint32_t>> sources(count);
   for (uint32_t k = 0; k < count; ++k) {
     for (const EdgeShape& edge : shape.edges_of(shape.steps[k])) {
@@ -67,19 +68,24 @@ std::string expected_text(const GraphShape& shape, const std::vector<bool>& fusa
   };
   const auto flush = [&] {
     std::set<uint32_t> group;
-    for (bool grew = true; grew;) {
-      grew = false;
-      for (uint32_t k = 0; k < count; ++k) {
-        if (!fusable[k] || done.contains(k) || !can_run(k)) continue;
-        group.insert(k);
-        done.insert(k);
-        grew = true;
+    const auto end_group = [&] {
+      const bool is_group = !group.empty() && group.size() >= min_members;
+      if (is_group) out << "[ ";
+      for (const uint32_t k : group) out << k << ' ';
+      if (is_group) out << "] ";
+      group.clear();
+    };
+    for (uint32_t k = 0; k < count;) {
+      if (!fusable[k] || done.contains(k) || !can_run(k)) {
+        ++k;
+        continue;
       }
+      group.insert(k);
+      done.insert(k);
+      if (group.size() == max_members) end_group();
+      k = 0;  // the first that can run now
     }
-    if (group.empty()) return;
-    if (group.size() >= min_members) out << "[ ";
-    for (const uint32_t k : group) out << k << ' ';
-    if (group.size() >= min_members) out << "] ";
+    end_group();
   };
   for (uint32_t k = 0; k < count; ++k) {
     if (fusable[k]) continue;
@@ -193,6 +199,19 @@ TEST(Partition, SmallGroupsAreDissolvedWhereTheyStood) {
   EXPECT_EQ(text(make_partition(wide, {false, true, false, true, false}, 3)), "0 1 3 2 4 ");
 }
 
+TEST(Partition, LargeGroupsAreCutInEngineOrder) {
+  const GraphShape chain = shape_of({{{1, 0}, {3, 0}}, {{2, 0}}, {{4, 0}}, {{4, 0}}, {{5, 0}}, {}});
+  const std::vector<bool> all(6, true);
+  EXPECT_EQ(text(make_partition(chain, all, 2, 4)), "[ 0 1 2 3 ] [ 4 5 ] ");
+  EXPECT_EQ(text(make_partition(chain, all, 2, 5)), "[ 0 1 2 3 4 ] 5 ");
+  expect_consistent(chain, make_partition(chain, all, 2, 4));
+  std::vector<std::vector<EdgeShape>> edges(kMaxMembers + 5);
+  for (uint32_t k = 0; k + 1 < edges.size(); ++k) edges[k] = {{k + 1, 0}};
+  const Partition cut = make_partition(shape_of(edges), std::vector<bool>(edges.size(), true), 2);
+  ASSERT_EQ(cut.groups.size(), 2U);
+  EXPECT_EQ(cut.groups[0].steps.size(), kMaxMembers);
+}
+
 TEST(Partition, SlotsAreNamedOnce) {
   // Both outputs of 0 into one slot of 1; both members into one slot of 3; 4 by two ways; one edge to nowhere.
   const GraphShape shape =
@@ -243,8 +262,10 @@ TEST(Partition, RandomGraphs) {
     for (uint32_t k = 0; k < count; ++k) fusable[k] = below(5) < density;
     const size_t min_members = 1 + below(3);
 
-    const Partition cut = make_partition(shape, fusable, min_members);
-    EXPECT_EQ(text(cut), expected_text(shape, fusable, min_members));
+    const size_t max_members = below(2) == 0 ? kMaxMembers : 3 + below(4);
+
+    const Partition cut = make_partition(shape, fusable, min_members, max_members);
+    EXPECT_EQ(text(cut), expected_text(shape, fusable, min_members, max_members));
     expect_consistent(shape, cut);
 
     // Every step once; after all that it waits for; steps that may not join in engine order.
@@ -257,6 +278,7 @@ TEST(Partition, RandomGraphs) {
       if (item.is_group) {
         EXPECT_TRUE(used_groups.insert(item.index).second);
         EXPECT_GE(cut.groups.at(item.index).steps.size(), min_members);
+        EXPECT_LE(cut.groups.at(item.index).steps.size(), max_members);
       }
       for (const uint32_t k : item.is_group ? cut.groups.at(item.index).steps : one) {
         EXPECT_EQ(at.at(k), SIZE_MAX);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -138,10 +139,6 @@ inline variable_list RecordedGroup::run(const variable_list& gradients, const va
       sum = sum.defined() ? sum + outputs[i] : outputs[i];
     }
   }
-  // A plan's results are its own: none shares memory with another one or with what was given.
-  for (at::Tensor& result : results) {
-    if (result.defined()) result = result.clone();
-  }
   return results;
 }
 
@@ -188,7 +185,9 @@ inline RecordedGroup record(const GroupRequest& request) {
   recorded.group = request.group;
   recorded.any_size = !request.version.open.empty();
   for (const at::Tensor& tensor : request.inputs.tensors()) {
-    at::Tensor alias = tensor.detach();
+    at::Tensor alias = tensor.detach();  // without the memory, which is the plan's to let go of
+    alias.unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(
+        c10::Storage::use_byte_size_t(), 0, at::DataPtr(nullptr, tensor.device()), nullptr, /*resizable=*/false));
     alias.set_requires_grad(tensor.requires_grad());
     call.tensor_args.lookup(tensor).proxy_tensor = alias;
     recorded.stand_ins.push_back(alias.unsafeGetTensorImpl());
@@ -293,6 +292,10 @@ inline uint64_t fallbacks(const Stats& s, ScheduleReason reason) {
 
 class FusedTest : public EngineTest {
  protected:
+  static void SetUpTestSuite() {
+    setenv("RETROGRAD_CACHE", "0", 1);  // no plan store: what other processes made would be found
+    setenv("RETROGRAD_HOT_AFTER", "3", 1);
+  }
   void SetUp() override {
     EngineTest::SetUp();
     set_group_compiler(&compiler_);
