@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import retrograd
+
+# Not the user's own store of plans; and none of what earlier runs compiled.
+if "RETROGRAD_CACHE_DIR" not in os.environ:
+    os.environ["RETROGRAD_CACHE_DIR"] = tempfile.mkdtemp(prefix="retrograd-tests-")
+    atexit.register(shutil.rmtree, os.environ["RETROGRAD_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
