@@ -341,10 +341,10 @@ def test_shape_and_arithmetic_of_stats() -> None:
     step()
     stats = retrograd.stats()
     assert set(stats) == {
-        "calls", "previous_reasons", "callable_fallbacks", "captures", "hits", "misses", "nested_calls", "max_depth",
-        "seconds", "cache",
+        "calls", "groups", "recordings", "plans", "previous_reasons", "callable_fallbacks", "captures", "hits", "misses",
+        "nested_calls", "max_depth", "seconds", "cache",
     }  # fmt: skip
-    assert stats["calls"] == {"schedule": 3, "callable": 0, "previous": 2}
+    assert stats["calls"] == {"schedule": 3, "fused": 0, "callable": 0, "previous": 2}
     assert stats["captures"] == 0 and not any(stats["callable_fallbacks"].values())
     assert {k: v for k, v in stats["previous_reasons"].items() if v} == {"not_enabled": 1, "anomaly_mode": 1}
     assert sum(stats["previous_reasons"].values()) == stats["calls"]["previous"]
@@ -380,7 +380,7 @@ def test_reset_stats_keeps_the_cache() -> None:
         step()
     retrograd.reset_stats()
     stats = retrograd.stats()
-    assert stats["calls"] == {"schedule": 0, "callable": 0, "previous": 0}
+    assert stats["calls"] == {"schedule": 0, "fused": 0, "callable": 0, "previous": 0}
     assert sum(stats["previous_reasons"].values()) == 0
     assert (stats["hits"], stats["misses"], stats["max_depth"]) == (0, 0, 0)
     assert stats["seconds"] == {"walk": 0.0, "lookup": 0.0, "run": 0.0}

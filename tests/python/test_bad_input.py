@@ -179,7 +179,7 @@ def test_depth_is_back_to_zero_after_errors() -> None:
         leaf(3).sin().sum().backward()
     stats = retrograd.stats()
     assert stats["nested_calls"] == 0
-    assert stats["calls"] == {"schedule": 1, "callable": 0, "previous": 0}
+    assert stats["calls"] == {"schedule": 1, "fused": 0, "callable": 0, "previous": 0}
     shallow = stats["max_depth"]
     with retrograd.enable("schedule"):
         Nested.apply(leaf(3), 1, lambda level: None).sum().backward()
