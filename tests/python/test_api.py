@@ -341,8 +341,8 @@ def test_shape_and_arithmetic_of_stats() -> None:
     step()
     stats = retrograd.stats()
     assert set(stats) == {
-        "calls", "groups", "recordings", "plans", "previous_reasons", "callable_fallbacks", "captures", "hits", "misses",
-        "nested_calls", "max_depth", "seconds", "cache",
+        "calls", "groups", "recordings", "plans", "previous_reasons", "callable_fallbacks", "captures",
+        "hits", "misses", "nested_calls", "max_depth", "seconds", "cache",
     }  # fmt: skip
     assert stats["calls"] == {"schedule": 3, "fused": 0, "callable": 0, "previous": 2}
     assert stats["captures"] == 0 and not any(stats["callable_fallbacks"].values())
