@@ -88,6 +88,11 @@ class PythonGroupCompiler final : public GroupCompiler {
     py::module_::import("retrograd._fused").attr("make")(std::move(recording), std::move(claim), request.wait);
     return true;
   }
+
+  void look_up_from_waiting() override {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
 };
 
 py::list as_list(const variable_list& tensors) { return to_python_list(tensors); }

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 #include <utility>
 
 #include "cache/leaf.h"
@@ -365,6 +367,12 @@ class FusedRun {
           return;
         }
       }
+    }
+    // Another thread is at it. Nothing it needs is held here. Compiling takes seconds, so looking now and then is as
+    // good as being told.
+    while (blocking && entry->state() == State::kMaking && group_compiler() != nullptr) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      group_compiler()->look_up_from_waiting();
     }
     if (entry->state() == State::kRefused) {
       reason_ = ScheduleReason::kNotFusable;

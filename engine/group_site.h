@@ -127,6 +127,10 @@ class GroupCompiler {
   // as before. False when the graph must not be recorded now. Does not throw for anything that goes wrong in
   // compiling.
   virtual bool make(const GroupRequest& request, const PreparedCall& call, CallFrame& frame) = 0;
+
+  // One look at the outside world of a thread that waits for another one's plan, several times a second: may throw what
+  // a signal handler of Python's throws.
+  virtual void look_up_from_waiting() {}
 };
 
 // Set once; must live for ever. Null: none, as in a program without Python.
