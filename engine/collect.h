@@ -56,7 +56,8 @@ std::unique_ptr<Collected> collect_for_capture(std::span<Node* const> nodes, std
                                                bool track_origins, bool hand_over, std::vector<HandedLeaf>& handed,
                                                std::span<const uint32_t> head = {});
 
-// What a node's compiled_args put into its key: the whole of it, where CompiledNodeArgs::key() has at most 65,535 bytes.
+// What a node's compiled_args put into its key: the whole of it, where CompiledNodeArgs::key() has at most 65,535
+// bytes.
 using KeyBytes = std::span<const uint8_t>;
 KeyBytes key_bytes(const torch::dynamo::autograd::CompiledNodeArgs& args);
 

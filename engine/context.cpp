@@ -16,8 +16,7 @@ using detail::Setting;
 
 // A setting in one word, so that the process default needs no lock and a carried one no object.
 uint64_t pack(Setting setting) noexcept {
-  return (uint64_t{setting.options.compiler()} << 32U) |
-         (static_cast<uint64_t>(setting.options.mode()) << 24U) |
+  return (uint64_t{setting.options.compiler()} << 32U) | (static_cast<uint64_t>(setting.options.mode()) << 24U) |
          (static_cast<uint64_t>(setting.options.dynamic() ? 1 : 0) << 16U) |
          (static_cast<uint64_t>(setting.options.backend()) << 8U) | static_cast<uint64_t>(setting.mode);
 }

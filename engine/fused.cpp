@@ -30,7 +30,7 @@ std::atomic<GroupCompiler*> compiler_in_place{nullptr};
 // In background mode a graph is compiled from this many calls on.
 uint32_t hot_after() {
   static const uint32_t calls = [] {
-    const char* const text = std::getenv("RETROGRAD_HOT_AFTER");
+    const char* const text = std::getenv("RETROGRAD_HOT_AFTER");  // NOLINT(concurrency-mt-unsafe): read once
     const int number = text != nullptr ? std::atoi(text) : 0;
     return number > 0 ? static_cast<uint32_t>(number) : 3U;
   }();

@@ -172,7 +172,8 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
       const auto& slices = static_cast<CopySlices&>(node);
       // Another node may be in the place of the one that was there when the graph was cut.
       if (!may_be_fused(node)) return {GroupObstacle::kError, m};
-      put_type(path, typeid(*slices.fn), form);
+      const Node& inner = *slices.fn;
+      put_type(path, typeid(inner), form);
     }
     NodeCall node_call(m, node.getptr());
     CompiledNodeArgs args(call, node_call);

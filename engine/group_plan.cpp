@@ -4,7 +4,7 @@
 
 namespace retrograd {
 
-LibraryPlan::LibraryPlan(const std::string& library, Io io) : GroupPlan(std::move(io)), library_(library) {
+LibraryPlan::LibraryPlan(std::string library, Io io) : GroupPlan(std::move(io)), library_(std::move(library)) {
   idle_.push_back(take());
 }
 

@@ -24,7 +24,8 @@ class GroupPlan {
     // The plan's inputs, as indices into the group's gradients followed by its tensors. Inputs that the graph turned
     // out not to need are left out.
     std::vector<uint32_t> inputs;
-    // By output of the group: which of the plan's results it is, or -1 where the group gives no gradient.
+    // By output of the group: which of the plan's results it is, or -1 where the group gives no gradient. No two are
+    // the same result.
     std::vector<int32_t> outputs;
     // What must hold of the group's numbers beyond those that the plan was made for exactly.
     ShapeGuards guards{};
@@ -50,7 +51,7 @@ class GroupPlan {
 class LibraryPlan final : public GroupPlan {
  public:
   // Loads the library. Throws c10::Error for one that cannot be loaded.
-  LibraryPlan(const std::string& library, Io io);
+  LibraryPlan(std::string library, Io io);
   ~LibraryPlan() override;
 
   variable_list run(variable_list&& inputs) const override;

@@ -99,8 +99,7 @@ class Partitioner {
     }
     const auto place = [](const GroupInput& i) { return std::pair(i.member, i.input_nr); };
     std::ranges::sort(inputs, {}, place);
-    const auto repeated = std::ranges::unique(inputs);
-    inputs.erase(repeated.begin(), repeated.end());
+    inputs.erase(std::unique(inputs.begin(), inputs.end()), inputs.end());
     group.inputs = std::move(inputs);
   }
 

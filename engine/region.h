@@ -34,7 +34,7 @@ struct PreparedCall {
   std::vector<Node*> not_running{};
   const Schedule* schedule = nullptr;
   cache::Leaf* leaf = nullptr;  // the graph's place in the cache
-  bool found = false;  // the schedule was in the cache
+  bool found = false;           // the schedule was in the cache
 
   // Accelerator streams current on the calling thread, by device; empty when no node has a stream.
   bool use_streams = false;

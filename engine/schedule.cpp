@@ -53,7 +53,8 @@ std::span<const uint32_t> Schedule::capture_order() const {
     for (const EdgeShape& edge : shape_.edges) {
       if (edge.step != kNoStep) ++waits_for[edge.step];
     }
-    std::vector<uint32_t> stack{0}, order;
+    std::vector<uint32_t> stack{0};
+    std::vector<uint32_t> order;
     order.reserve(shape_.steps.size());
     while (!stack.empty()) {
       const uint32_t k = stack.back();

@@ -72,7 +72,8 @@ ShapeGuards::ShapeGuards(std::vector<uint32_t> symbols, std::vector<Program> con
     require(program.size() % 2 == 0);
     size_t depth = 0;
     for (size_t i = 0; i < program.size(); i += 2) {
-      const int64_t op = program[i], operand = program[i + 1];
+      const int64_t op = program[i];
+      const int64_t operand = program[i + 1];
       require(op >= kConstant && op <= kNot);
       if (op <= kNumber) {
         if (op == kSymbol) require(operand >= 0 && static_cast<size_t>(operand) < symbols_.size());
@@ -98,7 +99,8 @@ bool ShapeGuards::hold(std::span<const int64_t> numbers) const noexcept {
   for (const Program& program : conditions_) {
     size_t depth = 0;
     for (size_t i = 0; i < program.size(); i += 2) {
-      const int64_t op = program[i], operand = program[i + 1];
+      const int64_t op = program[i];
+      const int64_t operand = program[i + 1];
       if (op == kConstant) {
         stack[depth++] = operand;
       } else if (op == kSymbol) {

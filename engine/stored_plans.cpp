@@ -78,7 +78,8 @@ struct Parsed {
 // Throws std::invalid_argument for guards that are none.
 Parsed from_text(const std::string& text) {
   Parsed p;
-  std::vector<uint32_t> symbols, extra;
+  std::vector<uint32_t> symbols;
+  std::vector<uint32_t> extra;
   std::vector<ShapeGuards::Program> conditions;
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
