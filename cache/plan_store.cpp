@@ -520,8 +520,9 @@ std::optional<PlanStore::Result> try_publish(const fs::path& folder, const PlanS
     return staging.error() == ENOENT ? std::nullopt : std::optional(failure(reason));
   }
 
-  constexpr int kAttempts = 10;  // something that is not a plan may be in the way, or another publisher be quicker
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+  // Another publisher may be quicker, and something that is no plan, or one that is just being removed, be in the way.
+  const auto deadline = std::chrono::steady_clock::now() + kRemovalPatience;
+  do {
     if (staging.move_to(opened.plans.get(), name)) {
       plans.evict(limits);
       return PlanStore::Result{.plan = StoredPlan{.library = folder / "plans" / name / kLibrary,
@@ -546,7 +547,10 @@ std::optional<PlanStore::Result> try_publish(const fs::path& folder, const PlanS
     if (present.state == Checked::State::kBad && !plans.remove_bad(name)) {
       return failure("a damaged plan (" + present.reason + ") is in the way and cannot be removed");
     }
-  }
+    if (present.state == Checked::State::kGone) {
+      std::this_thread::sleep_for(1ms);
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
   return failure("other processes publish and remove the same plan all the time");
 }
 
