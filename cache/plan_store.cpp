@@ -617,7 +617,7 @@ std::optional<fs::path> PlanStore::default_folder() {
   return std::nullopt;
 }
 
-PlanStore::PlanStore(fs::path folder, Limits limits, DigestFunction digest) : limits_(limits), digest_(digest) {
+PlanStore::PlanStore(const fs::path& folder, Limits limits, DigestFunction digest) : limits_(limits), digest_(digest) {
   std::error_code error;
   fs::path full = fs::absolute(folder, error);
   fs::path resolved = fs::weakly_canonical(full, error);
@@ -699,7 +699,7 @@ Reservation PlanStore::reserve(KeyView key, std::string_view environment,
       }
       if (lock.held()) {
         if (is_at(lock.fd(), locks.get(), name)) {
-          return Reservation(std::move(lock), folder_ / "locks" / name);
+          return {std::move(lock), folder_ / "locks" / name};
         }
         continue;  // its former holder has removed the file
       }
