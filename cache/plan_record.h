@@ -59,8 +59,8 @@ struct Flaw {
   Flaw(std::string what) : reason(std::move(what)) {}
   Flaw(const char* what) : reason(what) {}
   // A failed system call. One that failed for want of something in this process says nothing about the plan.
-  Flaw(std::string what, int error)
-      : reason(with_errno(std::move(what), error)),
+  Flaw(const std::string& what, int error)
+      : reason(with_errno(what, error)),
         is_ours(error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOLCK) {}
 
   explicit operator bool() const { return !reason.empty(); }

@@ -520,8 +520,9 @@ std::optional<PlanStore::Result> try_publish(const fs::path& folder, const PlanS
     return staging.error() == ENOENT ? std::nullopt : std::optional(failure(reason));
   }
 
-  constexpr int kAttempts = 10;  // something that is not a plan may be in the way, or another publisher be quicker
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+  // Another publisher may be quicker, and something that is no plan, or one that is just being removed, be in the way.
+  const auto deadline = std::chrono::steady_clock::now() + kRemovalPatience;
+  do {
     if (staging.move_to(opened.plans.get(), name)) {
       plans.evict(limits);
       return PlanStore::Result{.plan = StoredPlan{.library = folder / "plans" / name / kLibrary,
@@ -546,7 +547,10 @@ std::optional<PlanStore::Result> try_publish(const fs::path& folder, const PlanS
     if (present.state == Checked::State::kBad && !plans.remove_bad(name)) {
       return failure("a damaged plan (" + present.reason + ") is in the way and cannot be removed");
     }
-  }
+    if (present.state == Checked::State::kGone) {
+      std::this_thread::sleep_for(1ms);
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
   return failure("other processes publish and remove the same plan all the time");
 }
 
@@ -613,7 +617,7 @@ std::optional<fs::path> PlanStore::default_folder() {
   return std::nullopt;
 }
 
-PlanStore::PlanStore(fs::path folder, Limits limits, DigestFunction digest) : limits_(limits), digest_(digest) {
+PlanStore::PlanStore(const fs::path& folder, Limits limits, DigestFunction digest) : limits_(limits), digest_(digest) {
   std::error_code error;
   fs::path full = fs::absolute(folder, error);
   fs::path resolved = fs::weakly_canonical(full, error);
@@ -695,7 +699,7 @@ Reservation PlanStore::reserve(KeyView key, std::string_view environment,
       }
       if (lock.held()) {
         if (is_at(lock.fd(), locks.get(), name)) {
-          return Reservation(std::move(lock), folder_ / "locks" / name);
+          return {std::move(lock), folder_ / "locks" / name};
         }
         continue;  // its former holder has removed the file
       }

@@ -83,8 +83,8 @@ class PlanStore {
 
   // Does not touch the disk. A relative folder is taken from the current one, now. Where the folder is a symbolic link
   // now, its target is used from then on.
-  explicit PlanStore(std::filesystem::path folder) : PlanStore(std::move(folder), Limits()) {}
-  PlanStore(std::filesystem::path folder, Limits limits, DigestFunction digest = &PlanStore::digest);
+  explicit PlanStore(const std::filesystem::path& folder) : PlanStore(folder, Limits()) {}
+  PlanStore(const std::filesystem::path& folder, Limits limits, DigestFunction digest = &PlanStore::digest);
 
   const std::filesystem::path& folder() const noexcept { return folder_; }
 

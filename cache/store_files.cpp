@@ -10,7 +10,9 @@ namespace retrograd::cache::files {
 
 namespace fs = std::filesystem;
 
-std::string with_errno(std::string what, int error) { return what + ": " + std::generic_category().message(error); }
+std::string with_errno(const std::string& what, int error) {
+  return what + ": " + std::generic_category().message(error);
+}
 
 // O_NONBLOCK: a FIFO in a file's place must not stop us.
 File open_at(int folder, const std::string& name, int flags) {
@@ -43,8 +45,8 @@ std::vector<std::string> names_in(int folder, bool (*wanted)(std::string_view)) 
   if (stream == nullptr) {
     return names;
   }
-  again.release();  // the stream closes it
-  while (const dirent* entry = readdir(stream.get())) {
+  again.release();                                       // the stream closes it
+  while (const dirent* entry = readdir(stream.get())) {  // NOLINT(concurrency-mt-unsafe): the stream is our own
     if (wanted(entry->d_name)) {
       names.emplace_back(entry->d_name);
     }

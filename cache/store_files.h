@@ -2,6 +2,7 @@
 // its sources include this.
 #pragma once
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -22,7 +23,7 @@
 
 namespace retrograd::cache::files {
 
-std::string with_errno(std::string what, int error);
+std::string with_errno(const std::string& what, int error);
 
 // An owned file descriptor.
 class File {
@@ -96,16 +97,16 @@ struct Content {
 template <class Use>
 bool read_pieces(int fd, Use use) {
   constexpr size_t kPiece = size_t{128} << 10U;
-  const auto piece = std::make_unique_for_overwrite<std::byte[]>(kPiece);
+  const auto piece = std::make_unique_for_overwrite<std::array<std::byte, kPiece>>();
   while (true) {
-    const ssize_t got = read(fd, piece.get(), kPiece);
+    const ssize_t got = read(fd, piece->data(), kPiece);
     if (got == 0) {
       return true;
     }
     if (got < 0 && errno == EINTR) {
       continue;
     }
-    if (got < 0 || !use(piece.get(), static_cast<size_t>(got))) {
+    if (got < 0 || !use(piece->data(), static_cast<size_t>(got))) {
       return false;
     }
   }

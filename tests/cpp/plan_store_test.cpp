@@ -6,6 +6,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <fcntl.h>
 #include <fstream>
 #include <functional>
@@ -22,6 +23,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "cache/plan_record.h"
 
 namespace retrograd::cache {
 namespace {
@@ -398,6 +401,31 @@ TEST_F(PlanStoreTest, EveryByteOfARecordCounts) {
   EXPECT_TRUE(has(store, kKey));
 }
 
+// Checksums do not protect from a record that was written wrong.
+TEST_F(PlanStoreTest, LengthsThatDoNotFitTheRecordAreDamage) {
+  const PlanStore store(folder_);
+  const fs::path path = publish(store) / "record";
+  const std::string good = read_file(path);
+  const auto with_lengths = [&](uint64_t key, uint64_t environment, uint64_t metadata) {
+    files::Record record;
+    std::memcpy(&record.header, good.data(), sizeof(record.header));
+    record.body = good.substr(sizeof(record.header));
+    record.header.key_size = key;
+    record.header.environment_size = environment;
+    record.header.metadata_size = metadata;
+    record.header.sum = record.sum();
+    std::string text(reinterpret_cast<const char*>(&record.header), sizeof(record.header));
+    write_file(path, text + record.body);
+    return store.find(bytes(kKey), kEnvironment).reason;
+  };
+  const uint64_t key = kKey.size(), environment = kEnvironment.size(), metadata = kMetadata.size();
+  EXPECT_EQ(with_lengths(key, environment, metadata), "");
+  EXPECT_THAT(with_lengths(key, environment, metadata - 1), HasSubstr("record is damaged"));
+  EXPECT_THAT(with_lengths(key, environment, metadata + 1), HasSubstr("record is damaged"));
+  EXPECT_THAT(with_lengths(~uint64_t{0}, key + environment + metadata + 1, 0), HasSubstr("record is damaged"));
+  EXPECT_THAT(with_lengths(uint64_t{1} << 40U, environment, metadata), HasSubstr("record is damaged"));
+}
+
 TEST_F(PlanStoreTest, ARecordOfAnotherVersionIsNamedAsOne) {
   const PlanStore store(folder_);
   flip(publish(store) / "record", 8);
@@ -748,6 +776,18 @@ TEST_F(PlanStoreTest, ALeaseEndsWithItsProcess) {
   close(ready[1]);
 }
 
+TEST_F(PlanStoreTest, ALeaseEndsWithItsHolderThoughAForkedChildLives) {
+  const PlanStore store(folder_);
+  PlanStore::Result leased = store.publish(bytes(kKey), kEnvironment, library_, kMetadata);
+  Child child([] {
+    pause();
+    return 0;
+  });
+  EXPECT_EQ(store.clear().leased, 1U);
+  leased.plan.reset();
+  EXPECT_EQ(store.clear().plans, 1U);
+}
+
 TEST_F(PlanStoreTest, AUseIsNotedOnceAMinute) {
   const PlanStore store(folder_);
   const fs::path record = publish(store) / "record";
@@ -876,6 +916,24 @@ TEST_F(PlanStoreTest, AForkedChildNeitherHoldsNorEndsItsParentsReservation) {
   EXPECT_TRUE(store.reserve(bytes(kKey), kEnvironment).held());
 }
 
+TEST_F(PlanStoreTest, ReservationsThatComeAndGoNeverOverlap) {
+  const PlanStore store(folder_);
+  std::atomic<int> holders{0};
+  std::atomic<int> taken{0};
+  run_threads(4, [&](int) {
+    for (int round = 0; round < 2000; ++round) {
+      const Reservation reservation = store.reserve(bytes(kKey), kEnvironment);
+      if (reservation.held()) {
+        EXPECT_EQ(++holders, 1);
+        ++taken;
+        std::this_thread::sleep_for(1us);  // lets the others in
+        --holders;
+      }
+    }
+  });
+  EXPECT_GT(taken, 100);
+}
+
 // The recipe of reserve(): whoever comes second finds what the first one made.
 int make_once(const PlanStore& store, const fs::path& library, int rounds) {
   int made = 0;
@@ -939,9 +997,9 @@ TEST_F(PlanStoreTest, RacingPublishersReplaceADamagedPlan) {
     flip(publish(store) / "plan.so", 299'999);
     std::atomic<int> winners{0};
     std::barrier start(4);
-    run_threads(4, [&](int) {
+    run_threads(4, [&](int thread) {
       start.arrive_and_wait();
-      for (int i = 0; i < 10; ++i) store.find(bytes(kKey), kEnvironment);
+      for (int i = 0; i < 50 && thread % 2 == 0; ++i) store.find(bytes(kKey), kEnvironment);  // leases it
       const PlanStore::Result result = store.publish(bytes(kKey), kEnvironment, library_, kMetadata);
       EXPECT_TRUE(result.plan) << result.reason;
       winners += result.added ? 1 : 0;

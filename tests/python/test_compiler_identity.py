@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from oracle import run_threads
 from test_callable_threads import Run, eager_gradient, gradient, switched_on, tallying
 from torch._dynamo import compiled_autograd as front_end
 from torch.fx import GraphModule
@@ -226,6 +230,13 @@ def test_values_of_any_depth() -> None:
     at_depth(500, lambda: pytest.fail("differ") if not are_same(noting(deep), noting(deep)) else None)
 
 
+def test_values_of_many_parts() -> None:
+    value: tuple[Any, ...] = ()
+    for _ in range(100):
+        value = (value, value)
+    assert are_same(noting(value), noting(value))
+
+
 def test_a_function_that_refers_to_itself() -> None:
     def make() -> Callable[[GraphModule], Run]:
         def compile_(graph: GraphModule) -> Run:
@@ -238,3 +249,116 @@ def test_a_function_that_refers_to_itself() -> None:
     assert use(compiler) == [compiler] and use(compiler) == []
     other = make()
     assert use(other) == [other]
+
+
+# --- Whatever else a function is made of ---
+
+
+class Has:
+    def compile_(self, graph: GraphModule) -> Run:
+        return graph
+
+
+def method_of(value: Any) -> Callable[..., Any]:
+    return Has().compile_
+
+
+def with_default(value: Any) -> Callable[..., Any]:
+    def compile_(graph: GraphModule, value: Any = value) -> Run:
+        made.append(value)
+        return graph
+
+    return compile_
+
+
+def with_keyword(value: Any) -> Callable[..., Any]:
+    def compile_(graph: GraphModule, *, value: Any = value) -> Run:
+        made.append(value)
+        return graph
+
+    return compile_
+
+
+def with_attribute(value: Any) -> Callable[..., Any]:
+    def compile_(graph: GraphModule) -> Run:
+        return graph
+
+    compile_.value = value  # type: ignore[attr-defined]
+    return compile_
+
+
+def with_global(value: Any) -> Callable[..., Any]:
+    def compile_(graph: GraphModule) -> Run:
+        return graph
+
+    return types.FunctionType(compile_.__code__, {"value": value})
+
+
+def with_empty_variable(value: Any) -> Callable[..., Any]:
+    def compile_(graph: GraphModule) -> Run:
+        return graph if value else later  # type: ignore[has-type]
+
+    if value is None:
+        later = None
+    return compile_
+
+
+def with_torch_compile(**options: Any) -> Callable[..., Any]:
+    """What torch.compile hands to compiled autograd."""
+    return torch._dynamo.optimize("eager", **options)
+
+
+def compile_with(graph: GraphModule, value: Any = None) -> Run:
+    made.append(value)
+    return graph
+
+
+MADE_OF: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "method": (method_of, [1, 2]),
+    "default": (with_default, [1, 2]),
+    "keyword": (with_keyword, [1, 2]),
+    "attribute": (with_attribute, [1, 2]),
+    "globals": (with_global, [1, 2]),
+    "partial": (lambda value: functools.partial(compile_with, value=value), [1, 2]),
+    "empty variable": (with_empty_variable, [1, 1]),
+    "fullgraph": (lambda value: with_torch_compile(nopython=value), [True, False]),
+    "dynamic": (lambda value: with_torch_compile(dynamic=value), [True, False]),
+    "backend": (lambda value: torch._dynamo.optimize(value), ["eager", "aot_eager"]),
+}
+MADE_ANEW = ["default", "keyword", "partial", "fullgraph", "dynamic", "backend"]
+
+
+@pytest.mark.parametrize("kind", MADE_OF)
+def test_functions_made_of_different_things(kind: str) -> None:
+    make, (one, other) = MADE_OF[kind]
+    assert not are_same(make(one), make(other))
+
+
+@pytest.mark.parametrize("kind", MADE_ANEW)
+def test_functions_made_anew_of_the_same_things(kind: str) -> None:
+    make, values = MADE_OF[kind]
+    for value in values:
+        assert are_same(make(value), make(value))
+
+
+def test_threads_that_make_the_same_function_at_a_time() -> None:
+    """There is something to compare with, that is not equal any more: comparing lets other threads in."""
+    numbers: list[int] = []
+
+    def work(value: int, found: list[Any]) -> None:
+        found.append(_compilers.from_function(next(in_a_loop(value))))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for value in range(30):
+            loop = in_a_loop(value, -1)
+            old, found = next(loop), list[Any]()
+            use(old)
+            next(loop)
+            use(old, 1)
+            run_threads([lambda: work(value, found)] * 8)
+            numbers.append(len({compiler.number for compiler in found}))
+    finally:
+        sys.setswitchinterval(interval)
+    assert numbers == [1] * 30

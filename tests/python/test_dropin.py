@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -188,6 +190,44 @@ def test_active_disable_ctx_lasts_as_long_as_the_block() -> None:
     assert tally.callable == 1
 
 
+def test_active_disable_ctx_after_an_inner_block() -> None:
+    def program(log: Log) -> None:
+        with front_end._disable():
+            with front_end._disable():
+                log.say("inner", front_end.active_disable_ctx)
+            log.say("outer", front_end.active_disable_ctx)
+        log.say("after", front_end.active_disable_ctx)
+
+    assert both(program)[:3] == ["inner True", "outer False", "after False"]
+
+
+def test_active_disable_ctx_stays_for_the_whole_of_a_compiled_call() -> None:
+    seen: list[bool] = []
+
+    def make(graph: GraphModule) -> Run:
+        def run(*args: Any) -> Any:
+            with front_end._disable():
+                seen.append(front_end.active_disable_ctx)
+            seen.append(front_end.active_disable_ctx)
+            return graph(*args)
+
+        return run
+
+    with front_end._enable(make):
+        gradient()
+    assert seen == [True, True]
+
+
+def test_multithreading_is_off_inside_enable() -> None:
+    def program(log: Log) -> None:
+        log.say(torch._C._is_multithreading_enabled())
+        with front_end._enable(log.compiler("a")):
+            log.say(torch._C._is_multithreading_enabled())
+        log.say(torch._C._is_multithreading_enabled())
+
+    assert both(program)[:3] == ["True", "False", "True"]
+
+
 def test_wrong_order_of_leaving() -> None:
     def program(log: Log) -> None:
         outer, inner = front_end._enable(log.compiler("a")), front_end._enable(log.compiler("b"))
@@ -287,6 +327,22 @@ def test_reset() -> None:
         log.flags("at the end")
 
     assert both(program)[-1] == "1 captures"
+
+
+def test_reset_takes_the_logger_away_and_numbers_graphs_anew() -> None:
+    def program(log: Log) -> None:
+        logger = Logger()
+        binding.set_verbose_logger(logger)
+        next(front_end.COMPILE_COUNTER)
+        front_end.reset()
+        with front_end._enable(log.compiler("a")):
+            log.say(next(front_end.COMPILE_COUNTER))
+            for size in (4, 5):
+                torch.ones(size, requires_grad=True).sum().backward()
+        log.say(len(logger.messages), "messages")
+
+    lines = both(program)
+    assert lines[0] == "0" and "0 messages" in lines
 
 
 def test_reset_inside_a_compiled_graph_is_refused() -> None:
@@ -415,6 +471,139 @@ def test_set_autograd_compiler_with_a_front_end_of_ones_own() -> None:
     lines = both(program)
     assert lines.count("begins") == 1
     assert lines[-1] == "1 captures"
+
+
+def test_set_autograd_compiler_goes_back_to_what_was_there_each_time() -> None:
+    factory = functools.partial(front_end.AutogradCompilerInstance, Compiler())
+    for scope, path in ((contextlib.nullcontext(), "previous"), (retrograd.enable("schedule"), "schedule")):
+        with scope:
+            binding.set_autograd_compiler(factory, False)
+            binding.set_autograd_compiler(None, False)
+            with tallying() as tally:
+                gradient()
+            assert getattr(tally, path) == 1
+
+
+class OwnWrapper(front_end.AutogradCompilerInstance):
+    """Has a runtime wrapper of its own, which may use torch's or not."""
+
+    uses_torchs = True
+
+    def end_capture(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper, compiled = super().end_capture(*args, **kwargs)
+
+        def own(compiled: Run, inputs: list[Any], *more: Any) -> Any:
+            return wrapper(compiled, inputs, *more) if self.uses_torchs else compiled(inputs, *more)
+
+        return own, compiled
+
+
+def test_calls_nested_in_a_graph_of_a_front_end_of_ones_own() -> None:
+    """They are compiled, and can be switched off, as in a graph of torch's."""
+    want = eager_gradient(1)
+
+    def make(graph: GraphModule) -> Run:
+        def run(*args: Any) -> Any:
+            if outermost:
+                outermost.clear()
+                for scope in (front_end._disable(), contextlib.nullcontext()):
+                    with torch.enable_grad(), scope, tallying() as tally:
+                        assert gradient(1) == want
+                    counts.append((tally.callable, tally.previous))
+            return graph(*args)
+
+        return run
+
+    outermost, counts = [True], list[tuple[int, int]]()
+    with switched_on(lambda: OwnWrapper(make), False):
+        gradient()
+    assert counts == [(0, 1), (1, 0)]
+
+
+def test_a_front_end_that_does_not_enter_a_region() -> None:
+    class NoRegion(OwnWrapper):
+        uses_torchs = False
+
+    with switched_on(lambda: NoRegion(Compiler()), False):
+        gradient()
+        with front_end._disable(), tallying() as tally:
+            gradient()
+    assert (tally.callable, tally.previous) == (0, 1)
+
+
+# --- What the call of a compiled graph leaves behind ---
+
+
+def test_compile_context_is_the_calls_own() -> None:
+    seen: list[Any] = []
+
+    def make(graph: GraphModule) -> Run:
+        def run(*args: Any) -> Any:
+            seen.append(torch._guards.CompileContext.current_compile_id())
+            return graph(*args)
+
+        return run
+
+    outer = torch._guards.CompileContext(torch._guards.CompileId(frame_id=1, frame_compile_id=2))
+    with torch._guards.compile_context(outer), retrograd.enable(backend=make):
+        gradient()
+        assert torch._guards.CompileContext.try_get() is outer
+    assert torch._guards.CompileContext.try_get() is None
+    assert seen[0].compiled_autograd_id is not None
+
+
+def test_nan_checks_keep_no_parameters() -> None:
+    inputs: list[Any] = []
+
+    def make(graph: GraphModule) -> Run:
+        def run(args: list[Any], *more: Any) -> Any:
+            inputs.extend(weakref.ref(arg) for arg in args)
+            return graph(args, *more)
+
+        return run
+
+    with torch.autograd.detect_anomaly(check_nan=True), retrograd.enable(backend=make), tallying() as tally:
+        gradient()
+    gc.collect()
+    assert tally.callable == 1 and inputs
+    assert [ref() for ref in inputs] == [None] * len(inputs)
+
+
+def expanded(size: int) -> list[float]:
+    x = torch.ones(1, requires_grad=True)
+    x.expand(size).sum().backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def test_sizes_are_the_calls_own() -> None:
+    """Whatever a compiled function does with the list of them."""
+
+    def make(graph: GraphModule) -> Run:
+        def run(inputs: list[Any], sizes: list[Any], *more: Any) -> Any:
+            got = graph(inputs, sizes.copy(), *more)
+            numbers.append(len(sizes))
+            sizes.clear()
+            return got
+
+        return run
+
+    numbers: list[int] = []
+    with retrograd.enable(backend=make, dynamic=True):
+        for size in (3, 3, *range(1, 60)):
+            assert expanded(size) == [size]
+    assert set(numbers) == {numbers[0]} and numbers[0] > 0
+
+
+def test_sizes_are_dynamic_to_dynamo() -> None:
+    torch._dynamo.reset()
+    graphs = Compiler()
+    with retrograd.enable(
+        backend=lambda graph: torch.compile(graph, backend=lambda g, _: graphs(g), dynamic=None), dynamic=True
+    ):
+        for size in (3, 4, 5, 6):
+            assert expanded(size) == [size]
+    assert len(graphs.graphs) == 1
 
 
 def test_set_autograd_compiler_checks_its_arguments() -> None:
