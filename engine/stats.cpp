@@ -22,8 +22,8 @@ void accumulate(Stats& total, const ThreadStats& t) {
   total.plans_from_store += t.plans_from_store.get();
   total.captures += t.captures.get();
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] += t.previous_calls[i].get();
-  for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
-    total.callable_fallbacks[i] += t.callable_fallbacks[i].get();
+  for (size_t i = 0; i < total.schedule_reasons.size(); ++i) {
+    total.schedule_reasons[i] += t.schedule_reasons[i].get();
   }
   total.hits += t.hits.get();
   total.misses += t.misses.get();
@@ -45,8 +45,8 @@ void subtract(Stats& total, const Stats& base) {
   total.plans_from_store -= base.plans_from_store;
   total.captures -= base.captures;
   for (size_t i = 0; i < total.previous_calls.size(); ++i) total.previous_calls[i] -= base.previous_calls[i];
-  for (size_t i = 0; i < total.callable_fallbacks.size(); ++i) {
-    total.callable_fallbacks[i] -= base.callable_fallbacks[i];
+  for (size_t i = 0; i < total.schedule_reasons.size(); ++i) {
+    total.schedule_reasons[i] -= base.schedule_reasons[i];
   }
   total.hits -= base.hits;
   total.misses -= base.misses;

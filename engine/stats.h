@@ -34,12 +34,12 @@ struct ThreadStats {
   Counter schedule_calls, callable_calls, fused_calls, fused_groups, unfused_groups, recordings, plans,
       plans_from_store, captures, hits, misses, nested_calls, max_depth, walk_ns, lookup_ns, run_ns;
   std::array<Counter, static_cast<size_t>(PreviousReason::kCount)> previous_calls;
-  std::array<Counter, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks;
+  std::array<Counter, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons;
 
   std::atomic<uint32_t> retained_calls{0};  // calls in progress that keep their graph (engine/retained.h)
 
   void count_previous(PreviousReason reason) noexcept { previous_calls[static_cast<size_t>(reason)].add(1); }
-  void count_fallback(ScheduleReason reason) noexcept { callable_fallbacks[static_cast<size_t>(reason)].add(1); }
+  void count_fallback(ScheduleReason reason) noexcept { schedule_reasons[static_cast<size_t>(reason)].add(1); }
   void count_lookup(bool hit) noexcept { (hit ? hits : misses).add(1); }
 };
 

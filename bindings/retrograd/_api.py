@@ -155,7 +155,7 @@ def stats() -> dict[str, Any]:
         calls: how many backward calls ran on each path, {"schedule": int, "callable": int, "previous": int};
             "callable" is what a compiler function made.
         previous_reasons: why calls ran on the previous engine, by reason; sums to calls["previous"].
-        callable_fallbacks: why calls of threads with a compiler function ran on the schedule, by reason.
+        schedule_reasons: why calls of threads with a compiler function ran on the schedule, by reason.
         captures: graphs captured for compiler functions, failed attempts included.
         hits, misses: calls whose plan was found, and calls that had to make it.
         nested_calls: calls made inside another retrograd call. max_depth: 1 where nothing was nested, 0 before any.

@@ -6,7 +6,6 @@ The plans are those of $RETROGRAD_CACHE_DIR, else of $XDG_CACHE_HOME/retrograd, 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -95,11 +94,9 @@ def _verify(store: Any, arguments: argparse.Namespace) -> int:
 
 
 def _title(metadata: bytes) -> str:
-    """The plan's name for people, which retrograd puts into the metadata."""
-    try:
-        return _printable(str(json.loads(metadata)["name"]))
-    except (ValueError, TypeError, KeyError):
-        return "-"
+    """The plan's name for people, which is in the metadata's first line (engine/stored_plans.cpp)."""
+    what, _, name = metadata.partition(b"\n")[0].decode(errors="replace").partition(" ")
+    return _printable(name) if what == "name" else "-"
 
 
 def _printable(text: str) -> str:

@@ -1423,10 +1423,10 @@ class FakeBackend final : public CallableBackend {
   std::vector<Asked> asked_;
 };
 
-uint64_t fallbacks(const Stats& s, ScheduleReason reason) { return s.callable_fallbacks[static_cast<size_t>(reason)]; }
+uint64_t fallbacks(const Stats& s, ScheduleReason reason) { return s.schedule_reasons[static_cast<size_t>(reason)]; }
 uint64_t all_fallbacks(const Stats& s) {
   uint64_t total = 0;
-  for (const uint64_t n : s.callable_fallbacks) total += n;
+  for (const uint64_t n : s.schedule_reasons) total += n;
   return total;
 }
 

@@ -47,6 +47,14 @@ struct Net {
   at::Tensor loss = (d + b * 2).sum();
 };
 
+// Graphs without saved sizes, so that a recorded plan serves any.
+void run_of_size(Record& record, int64_t size) {
+  const at::Tensor x = at::arange(size, at::kDouble).requires_grad_();
+  const at::Tensor y = (x * x).neg() * x;
+  y.backward(at::ones({size}, at::kDouble));
+  record.tensor(c10::str("x of ", size), x.grad());
+}
+
 TEST_F(FusedRuns, NoPythonIsInThisProcess) { EXPECT_EQ(dlsym(RTLD_DEFAULT, "Py_IsInitialized"), nullptr); }
 
 TEST_F(FusedRuns, OneGroup) {
@@ -434,6 +442,47 @@ TEST_F(FusedRuns, APlanThatThrows) {
   EXPECT_TRUE(net.x.grad().defined());
 }
 
+// A function of the user's that fails between two groups, and one before and after any.
+TEST_F(FusedRuns, FunctionsThatThrow) {
+  struct Fails final : torch::autograd::Function<Fails> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& t) { return t.clone(); }
+    static variable_list backward(torch::autograd::AutogradContext*, variable_list) { throw CustomError(); }
+  };
+  for (int where = 0; where < 3; ++where) {
+    SCOPED_TRACE(where);
+    expect_as_stock([where](Record& record) {
+      const at::Tensor x = leaf(), y = leaf(2);
+      for (const auto& [name, t] : {std::pair("x", x), std::pair("y", y)}) log_leaf(record, name, t);
+      const at::Tensor a = where == 0 ? Fails::apply(x) : x;
+      const at::Tensor b = (a * 2).neg();
+      const at::Tensor c = where == 1 ? Fails::apply(b) : b;
+      const at::Tensor d = (c * y).neg();
+      const at::Tensor e = where == 2 ? Fails::apply(d) : d;
+      record.attempt([&] { e.backward(small({1, 1, 1, 1})); });
+      record.line("x ", x.grad().defined(), " y ", y.grad().defined());
+    });
+  }
+}
+
+// One node is no group, but may be ahead of its turn like one.
+TEST_F(FusedRuns, ASingleNodeThatThrows) {
+  expect_as_stock([](Record& record) {
+    const at::Tensor x = leaf(), y = leaf(2), z = leaf(3), v = leaf(4);
+    for (const auto& [name, t] : {std::pair("x", x), std::pair("y", y), std::pair("z", z), std::pair("v", v)}) {
+      log_leaf(record, name, t);
+    }
+    const at::Tensor a = x * y;
+    a.register_hook([&](const at::Tensor&) { record.line("a"); });
+    const at::Tensor b = z * v;
+    const at::Tensor root = a + b;
+    root.register_hook([&](const at::Tensor&) { record.line("root"); });
+    dynamic_cast<MulBackward0&>(*b.grad_fn()).other_ =
+        torch::autograd::SavedVariable(at::ones({3}, at::kDouble), false);
+    record.attempt([&] { (root.neg() * 2).backward(small({1, 1, 1, 1})); });
+    for (const at::Tensor& t : {x, y, z, v}) record.tensor("grad", t.grad());
+  });
+}
+
 // --- Compilers ---
 
 TEST_F(FusedRuns, ACompilerThatRefusesAMemberHasTheGraphCutAnew) {
@@ -537,6 +586,50 @@ TEST_F(FusedRuns, TheRequestSaysWhatTheGroupIs) {
     }
   }
   EXPECT_GE(compiler_.asked, 5);
+}
+
+// A plan says of which outputs it never gives a gradient.
+TEST_F(FusedRuns, OutputsWithoutResult) {
+  class Nothing final : public GroupPlan {
+   public:
+    explicit Nothing(size_t outputs)
+        : GroupPlan({.inputs = {}, .outputs = std::vector<int32_t>(outputs, -1), .guards = {}}) {}
+    variable_list run(variable_list&& inputs) const override {
+      EXPECT_TRUE(inputs.empty());
+      return {};
+    }
+  };
+  compiler_.instead = [&](const GroupRequest& request) {
+    if (request.inputs.gradients.at(0).defined()) {
+      request.entry->settle(compiler_.plan_for(request));
+    } else {
+      request.entry->settle(std::make_shared<const Nothing>(request.group.outputs.size()));
+    }
+    return true;
+  };
+  expect_as_stock([](Record& record) {
+    const at::Tensor x = leaf(), y = leaf(2);
+    log_hook(record, "x", x);
+    log_hook(record, "y", y);
+    (Blocks::apply(x.neg().neg()) + y.neg().neg()).sum().backward();
+    record.tensor("x", x.grad());
+    record.tensor("y", y.grad());
+  });
+  EXPECT_EQ(fused_groups_, 2U);
+}
+
+// Sizes of one and none are not what a plan with open sizes is made from, whichever call finds it hot.
+TEST_F(FusedRuns, OpenSizesAreMadeFromOrdinaryCalls) {
+  std::vector<int64_t> made;
+  compiler_.instead = [&](const GroupRequest& request) {
+    made.push_back(request.inputs.gradients.at(0).size(0));
+    request.entry->settle(compiler_.plan_for(request));
+    return true;
+  };
+  const Enable on(fused(Mode::kBackground));
+  Record record;
+  for (const int64_t size : {4, 4, 4, 6, 6, 1, 0, 7}) run_of_size(record, size);
+  EXPECT_EQ(made, (std::vector<int64_t>{4, 7}));
 }
 
 // In the background, the third call asks; the plan is used from whenever it is there.
@@ -856,14 +949,6 @@ TEST_F(FusedRuns, ConstantsThatKeepChanging) {
   EXPECT_EQ(fallbacks(stats(), ScheduleReason::kTooManyKeys) - fallbacks(before, ScheduleReason::kTooManyKeys), 8U);
 }
 
-// Graphs without saved sizes, so that a recorded plan serves any.
-void run_of_size(Record& record, int64_t size) {
-  const at::Tensor x = at::arange(size, at::kDouble).requires_grad_();
-  const at::Tensor y = (x * x).neg() * x;
-  y.backward(at::ones({size}, at::kDouble));
-  record.tensor(c10::str("x of ", size), x.grad());
-}
-
 TEST_F(FusedRuns, OnePlanForSizesThatChange) {
   std::vector<std::vector<bool>> open;
   compiler_.instead = [&](const GroupRequest& request) {
@@ -1147,6 +1232,9 @@ void random_program(uint32_t seed, Record& record) {
     if (below(hooks) == 0) log_hook(record, c10::str("hook ", i), made);
     if (below(hooks * 2) == 0) made.register_hook([](const at::Tensor& g) { return g * 2; });
     if (below(hooks * 3) == 0) made.retain_grad();
+    if (below(hooks * 3) == 0) {  // a hook that adds one to what comes later
+      made.register_hook([a](const at::Tensor&) { a.register_hook([](const at::Tensor& g) { return g * 2; }); });
+    }
     values.push_back(made);
     inner.push_back(made);
   }

@@ -87,6 +87,12 @@ TEST(GroupEntry, RefusedItStaysWithoutPlan) {
   EXPECT_EQ(member.refused_member(), 2);
 }
 
+TEST(GroupEntry, IsLookedForInTheStoreOnce) {
+  const GroupEntry entry;
+  EXPECT_TRUE(entry.first_look());
+  EXPECT_FALSE(entry.first_look());
+}
+
 TEST(GroupEntry, OneOfManyThreadsClaimsIt) {
   for (int round = 0; round < 200; ++round) {
     const GroupEntry entry;
@@ -286,6 +292,43 @@ TEST(GroupShapes, OneMayHaveAnExactVersionOnceTheOpenOneIsKnown) {
   EXPECT_TRUE(one->open.empty());
   EXPECT_EQ(shapes.find(Numbers{1}), one);
   EXPECT_EQ(shapes.find(Numbers{7}), open);
+}
+
+// --- Plans that were made elsewhere ---
+
+TEST(GroupShapes, AReadyVersionTakesThePlaceOfTheOneThatWasToBeMade) {
+  const GroupShapes shapes;
+  const auto* exact = shapes.find_or_add(Numbers{7, 4});
+  ASSERT_TRUE(exact->entry->claim());
+  shapes.add_ready(Numbers{3, 4}, Bits{true, false}, plan_up_to(100));
+  EXPECT_EQ(shapes.find(Numbers{7, 4}), exact) << "until it steps aside";
+  exact->entry->supersede();
+  EXPECT_EQ(exact->entry->state(), State::kSuperseded);
+  EXPECT_FALSE(exact->entry->claim());
+  EXPECT_EQ(shapes.size(), 2U);
+  const auto* ready = shapes.find(Numbers{7, 4});
+  ASSERT_NE(ready, nullptr);
+  ASSERT_NE(ready, exact);
+  EXPECT_EQ(ready->numbers, (Numbers{3, 4}));
+  EXPECT_EQ(ready->open, (Bits{true, false}));
+  EXPECT_EQ(ready->entry->state(), State::kReady);
+  EXPECT_NE(ready->entry->plan(), nullptr);
+  EXPECT_FALSE(ready->entry->first_look()) << "it is from the store";
+  EXPECT_EQ(shapes.find(Numbers{100, 4}), ready);
+  EXPECT_EQ(shapes.find(Numbers{101, 4}), nullptr);
+  EXPECT_EQ(shapes.find(Numbers{7, 5}), nullptr);
+  // What it does not admit: open places are known, so an exact one.
+  const auto* next = shapes.find_or_add(Numbers{101, 4});
+  ASSERT_NE(next, nullptr);
+  EXPECT_TRUE(next->open.empty());
+}
+
+TEST(GroupShapes, AReadyExactVersion) {
+  const GroupShapes shapes;
+  shapes.add_ready(Numbers{7}, Bits{}, plan_up_to(1));
+  EXPECT_NE(shapes.find(Numbers{7}), nullptr);
+  EXPECT_EQ(shapes.find(Numbers{1}), nullptr);
+  EXPECT_EQ(shapes.find_or_add(Numbers{7}), shapes.find(Numbers{7}));
 }
 
 TEST(GroupShapes, VersionsAreLimited) {

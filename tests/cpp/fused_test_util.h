@@ -287,7 +287,7 @@ class TestCompiler final : public GroupCompiler {
 };
 
 inline uint64_t fallbacks(const Stats& s, ScheduleReason reason) {
-  return s.callable_fallbacks[static_cast<size_t>(reason)];
+  return s.schedule_reasons[static_cast<size_t>(reason)];
 }
 
 class FusedTest : public EngineTest {

@@ -330,7 +330,7 @@ def check_path(ours: Run, *, calls: int, captures: int, dynamo: bool = False) ->
     assert (stats["calls"]["schedule"], stats["calls"]["callable"]) == (0, calls), stats
     assert stats["calls"]["previous"] == stats["previous_reasons"]["not_enabled"], stats
     assert stats["calls"]["previous"] == ours.switched_off or dynamo, stats
-    assert not any(stats["callable_fallbacks"].values()), stats
+    assert not any(stats["schedule_reasons"].values()), stats
     assert (stats["captures"], stats["misses"], stats["hits"]) == (captures, captures, calls - captures), stats
 
 

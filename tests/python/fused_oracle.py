@@ -90,7 +90,7 @@ def counting_fused() -> Iterator[Ran]:
             setattr(ran, kind, after["groups"][kind] - before["groups"][kind])
         ran.recordings = after["recordings"] - before["recordings"]
         ran.plans = sum(after["plans"].values()) - sum(before["plans"].values())
-        ran.fallbacks = _more(before["callable_fallbacks"], after["callable_fallbacks"])
+        ran.fallbacks = _more(before["schedule_reasons"], after["schedule_reasons"])
         ran.previous_reasons = _more(before["previous_reasons"], after["previous_reasons"])
 
 

@@ -341,11 +341,11 @@ def test_shape_and_arithmetic_of_stats() -> None:
     step()
     stats = retrograd.stats()
     assert set(stats) == {
-        "calls", "groups", "recordings", "plans", "previous_reasons", "callable_fallbacks", "captures",
+        "calls", "groups", "recordings", "plans", "previous_reasons", "schedule_reasons", "captures",
         "hits", "misses", "nested_calls", "max_depth", "seconds", "cache",
     }  # fmt: skip
     assert stats["calls"] == {"schedule": 3, "fused": 0, "callable": 0, "previous": 2}
-    assert stats["captures"] == 0 and not any(stats["callable_fallbacks"].values())
+    assert stats["captures"] == 0 and not any(stats["schedule_reasons"].values())
     assert {k: v for k, v in stats["previous_reasons"].items() if v} == {"not_enabled": 1, "anomaly_mode": 1}
     assert sum(stats["previous_reasons"].values()) == stats["calls"]["previous"]
     assert (stats["hits"], stats["misses"], stats["nested_calls"]) == (2, 1, 0)

@@ -230,7 +230,7 @@ def test_compiler_that_calls_backward() -> None:
     for pair in [(got, want), *inner]:
         torch.testing.assert_close(*pair)
     stats = retrograd.stats()
-    assert stats["callable_fallbacks"]["capture_in_progress"] == 1  # the same graph, in the middle of its own capture
+    assert stats["schedule_reasons"]["capture_in_progress"] == 1  # the same graph, in the middle of its own capture
     assert (stats["calls"]["callable"], stats["calls"]["schedule"], stats["nested_calls"]) == (1, 1, 1)
 
 
@@ -258,7 +258,7 @@ def test_compiler_that_never_returns_while_others_work() -> None:
 
     run_threads([stuck, other])
     stats = retrograd.stats()
-    assert stats["callable_fallbacks"]["capture_in_progress"] == 1
+    assert stats["schedule_reasons"]["capture_in_progress"] == 1
     assert (stats["calls"]["callable"], stats["calls"]["schedule"]) == (2, 1)
 
 
@@ -519,7 +519,7 @@ def test_what_runs_on_no_compiled_graph_looks_for_nan_under_anomaly_mode(
     stats = retrograd.stats()
     assert stats["calls"]["schedule"] == 0
     assert stats["previous_reasons"]["anomaly_mode"] >= 2
-    assert not any(stats["callable_fallbacks"].values())
+    assert not any(stats["schedule_reasons"].values())
 
 
 @pytest.mark.parametrize("inside", ["compiled", "compiler", "hook"])

@@ -1822,7 +1822,7 @@ def test_grad_dtype_of_a_leaf() -> None:
     # torch's own captures cannot assign a gradient of a type that is not the leaf's.
     ours = run("retrograd", program)
     check_against_eager(run("eager", program), ours)
-    assert ours.stats["callable_fallbacks"]["not_capturable"] == 8
+    assert ours.stats["schedule_reasons"]["not_capturable"] == 8
     assert ours.stats["calls"]["callable"] == 4
 
 

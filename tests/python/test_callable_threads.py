@@ -96,8 +96,8 @@ def tallying() -> Iterator[Tally]:
             setattr(tally, path, now["calls"][path] - was["calls"][path])
         for name, key in (("hits", "hits"), ("misses", "misses"), ("captures", "captures"), ("nested", "nested_calls")):
             setattr(tally, name, now[key] - was[key])
-        before = was["callable_fallbacks"]
-        new = {reason: count - before.get(reason, 0) for reason, count in now["callable_fallbacks"].items()}
+        before = was["schedule_reasons"]
+        new = {reason: count - before.get(reason, 0) for reason, count in now["schedule_reasons"].items()}
         tally.fallbacks = {reason: count for reason, count in new.items() if count}
         tally.torch_captures = counters["compiled_autograd"]["captures"] - torch_was
 
@@ -889,7 +889,7 @@ def test_a_call_with_create_graph_around_the_capture_of_a_retained_graph() -> No
                     before = len(captures)
                 y.sum().backward(create_graph=level == 70, retain_graph=level == 0)
                 if not level:
-                    print(len(captures) - before, retrograd.stats()["callable_fallbacks"], flush=True)
+                    print(len(captures) - before, retrograd.stats()["schedule_reasons"], flush=True)
 
         with retrograd.enable(backend=compiler):
             nested(70)

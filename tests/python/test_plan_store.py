@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,9 @@ import pytest
 from retrograd import _cli
 from retrograd._load import C
 
-if not hasattr(C, "PlanStore"):
-    pytest.skip("module.cpp does not call add_plan_store() yet", allow_module_level=True)
-
 KEY = b"addmm\0relu"
 ENVIRONMENT = "torch 2.13.0, avx512, 1 thread"
-METADATA = json.dumps({"name": "mlp"}).encode()
+METADATA = b"name mlp\ninputs 0 1\n"
 
 
 @pytest.fixture

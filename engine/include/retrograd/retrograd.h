@@ -159,7 +159,7 @@ struct Stats {
   uint64_t plans = 0;           // plans compiled
   uint64_t plans_from_store = 0;  // plans found in the plan store
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
-  std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> callable_fallbacks{};  // part of schedule_calls
+  std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons{};  // part of schedule_calls
   uint64_t captures = 0;      // graphs captured for compiler functions, failed attempts included
   uint64_t hits = 0;          // calls that found their plan
   uint64_t misses = 0;        // calls that had to make it
