@@ -141,12 +141,10 @@ py::dict stats() {
   const retrograd::Stats s = retrograd::stats();
   using namespace py::literals;
   return py::dict(
-      "calls"_a =
-          py::dict("schedule"_a = s.schedule_calls, "fused"_a = s.fused_calls, "callable"_a = s.callable_calls,
-                   "previous"_a = s.previous_total()),
+      "calls"_a = py::dict("schedule"_a = s.schedule_calls, "fused"_a = s.fused_calls, "callable"_a = s.callable_calls,
+                           "previous"_a = s.previous_total()),
       "groups"_a = py::dict("compiled"_a = s.fused_groups, "by_node"_a = s.unfused_groups),
-      "recordings"_a = s.recordings,
-      "plans"_a = py::dict("compiled"_a = s.plans, "from_store"_a = s.plans_from_store),
+      "recordings"_a = s.recordings, "plans"_a = py::dict("compiled"_a = s.plans, "from_store"_a = s.plans_from_store),
       "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
       "schedule_reasons"_a = by_name<retrograd::ScheduleReason>(s.schedule_reasons), "captures"_a = s.captures,
       "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,

@@ -151,12 +151,12 @@ std::string_view name(ScheduleReason reason) noexcept;
 // times when they end.
 struct Stats {
   uint64_t schedule_calls = 0;
-  uint64_t callable_calls = 0;  // ran what a compiler function made
-  uint64_t fused_calls = 0;     // ran at least one compiled group
-  uint64_t fused_groups = 0;    // groups that ran compiled
-  uint64_t unfused_groups = 0;  // groups that ran node by node, in calls that looked for compiled ones
-  uint64_t recordings = 0;      // groups recorded from a live graph
-  uint64_t plans = 0;           // plans compiled
+  uint64_t callable_calls = 0;    // ran what a compiler function made
+  uint64_t fused_calls = 0;       // ran at least one compiled group
+  uint64_t fused_groups = 0;      // groups that ran compiled
+  uint64_t unfused_groups = 0;    // groups that ran node by node, in calls that looked for compiled ones
+  uint64_t recordings = 0;        // groups recorded from a live graph
+  uint64_t plans = 0;             // plans compiled
   uint64_t plans_from_store = 0;  // plans found in the plan store
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
   std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons{};  // part of schedule_calls
