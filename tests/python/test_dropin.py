@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ from torch.autograd import Variable
 from torch.fx import GraphModule
 
 import retrograd
+from retrograd import _importing
 
 binding = torch._C._dynamo.compiled_autograd
 
@@ -1227,6 +1229,39 @@ assert type(torch._dynamo.compiled_autograd).__name__ == "module"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_uninstall_leaves_what_others_have_put_in_since() -> None:
+    retrograd.uninstall()
+    places = [(binding, "clear_cache"), (front_end, "reset"), (torch._C, "_current_autograd_node")]
+    stock = [getattr(owner, name) for owner, name in places]
+    retrograd.install()
+    mine = [lambda: None for _ in places]
+    try:
+        for (owner, name), function in zip(places, mine, strict=True):
+            setattr(owner, name, function)
+        retrograd.uninstall()
+        assert [getattr(owner, name) for owner, name in places] == mine
+    finally:
+        for (owner, name), function in zip(places, stock, strict=True):
+            setattr(owner, name, function)
+
+
+def test_a_module_that_another_thread_is_importing(tmp_path: Any) -> None:
+    """It is waited for: what install() replaces is there at its end only."""
+    (tmp_path / "slow_module.py").write_text("import gate\ngate.wait()\nlast = 1\n")
+    sys.modules["gate"] = gate = types.ModuleType("gate")
+    middle, seen = Gate(), list[int]()
+    gate.wait = middle  # type: ignore[attr-defined]
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with held(middle, lambda: importlib.import_module("slow_module") and None):
+            threading.Timer(0.5, middle.opened.set).start()
+            _importing.when_imported("slow_module", lambda module: seen.append(module.last))  # type: ignore[arg-type,return-value]
+        assert seen == [1]
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["gate"]
 
 
 # --- Fork ---
