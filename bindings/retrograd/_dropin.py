@@ -26,7 +26,9 @@ _stock_active = False
 
 class _Local(threading.local):
     entering_region = False
-    # What set_autograd_compiler(None) goes back to after set_autograd_compiler(compiler); None: no such call yet.
+    # The number of the compiler that set_autograd_compiler(compiler) set, and what set_autograd_compiler(None) goes
+    # back to. Of use as long as the former is in place: a block that was left has put back what was there before it.
+    mine: int | None = None
     base: Any = None
 
 
@@ -185,13 +187,17 @@ def set_autograd_compiler(compiler: Callable[[], Any] | None, dynamic: bool, /) 
     current = _compiler_in_force()
     before = _C.setting_in_force()
     prior = (None, False) if current is None else (current.factory.factory, before[3])
+    own = _C.own_setting()
+    is_mine = own[2] is not None and own[2].number == _local.mine
     if compiler is not None:
-        if _local.base is None:
-            _local.base = _C.own_setting()
-        _C.set_setting(_on(_compilers.intern(compiler), bool(dynamic)))
-    elif _local.base is not None:
+        if not is_mine:
+            _local.base = own
+        mine = _compilers.intern(compiler)
+        _C.set_setting(_on(mine, bool(dynamic)))
+        _local.mine = mine.number
+    elif is_mine:
         _C.set_setting(_local.base)
-        _local.base = None
+        _local.mine = _local.base = None
     elif current is not None:
         _C.set_setting(_OFF)
     return prior

@@ -644,6 +644,17 @@ def test_prior_compiler_put_back_inside_retrograd_enable() -> None:
     assert len(compiler.graphs) == 1
 
 
+def test_a_compiler_put_back_inside_a_block_is_forgotten_with_the_block() -> None:
+    compiler = Compiler()
+    with retrograd.enable(backend=compiler):
+        binding.set_autograd_compiler(*binding.set_autograd_compiler(None, False))
+    front_end.reset()
+    retrograd.set_default("schedule")
+    with tallying() as tally:
+        gradient()
+    assert tally.schedule == 1, "the thread has no setting of its own"
+
+
 def test_schedule_stays_on_inside_torchs_switches() -> None:
     compiler = Compiler()
     with retrograd.enable("schedule"):
