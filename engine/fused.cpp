@@ -347,6 +347,7 @@ class FusedRun {
     reason_ = ScheduleReason::kCompiling;
     const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
     using State = GroupEntry::State;
+    bool mine = false;
     if (entry->state() == State::kCold) {
       if (!blocking && !entry->is_hot(hot_after())) {
         reason_ = ScheduleReason::kWarmingUp;
@@ -360,7 +361,8 @@ class FusedRun {
       for (size_t i = 0; i < numbers.size(); ++i) {
         if (version.is_open(i) && numbers[i] < 2) return;  // tracing takes such sizes for fixed: another call will do
       }
-      if (entry->claim()) {
+      mine = entry->claim();
+      if (mine) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
         if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
           reason_ = ScheduleReason::kGraphInUse;
@@ -370,7 +372,7 @@ class FusedRun {
     }
     // Another thread is at it. Nothing it needs is held here. Compiling takes seconds, so looking now and then is as
     // good as being told.
-    while (blocking && entry->state() == State::kMaking && group_compiler() != nullptr) {
+    while (blocking && !mine && entry->state() == State::kMaking && group_compiler() != nullptr) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       group_compiler()->look_up_from_waiting();
     }
