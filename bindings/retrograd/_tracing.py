@@ -70,18 +70,24 @@ _call = _Call()
 
 # Dynamo takes no descriptor for this one.
 _getattr: Any = fx._orig_module_getattr
-_real_getattr = types.FunctionType(_getattr.__code__, _getattr.__globals__, "__getattr__")
+real_getattr = types.FunctionType(_getattr.__code__, _getattr.__globals__, "__getattr__")
 
 
 def _getattr_of_thread(self: Any, name: str) -> Any:
-    from retrograd._tracing import getattr_of_thread
+    from retrograd import _tracing
 
-    return getattr_of_thread(self, name)
+    if torch.compiler.is_dynamo_compiling():  # type: ignore[name-defined]  # noqa: F821
+        return _tracing.real_getattr(self, name)
+    return _tracing.getattr_of_thread(self, name)
+
+
+# Dynamo, which passes over this package, looks into it for modules that have a __getattr__ of their own.
+_code_of_thread = _getattr_of_thread.__code__.replace(co_filename=_getattr.__code__.co_filename)
 
 
 def getattr_of_thread(module: Any, name: str) -> Any:
     """nn.Module.__getattr__ while any thread traces."""
-    method = vars(_local.methods)["__getattr__"] or _real_getattr
+    method = vars(_local.methods)["__getattr__"] or real_getattr
     return method(module, name)
 
 
@@ -158,7 +164,7 @@ def _new_patcher() -> Generator[_Patcher, None, None]:
     with _lock:
         _Patcher.open.add(mine)
         _call.put_in()
-        _getattr.__code__ = _getattr_of_thread.__code__
+        _getattr.__code__ = _code_of_thread
     _local.patcher = mine
     try:
         yield mine
@@ -173,7 +179,7 @@ def _close(patcher: _Patcher) -> None:
         _Patcher.open.discard(patcher)
         if not _Patcher.open:
             _call.take_out()
-            _getattr.__code__ = _real_getattr.__code__
+            _getattr.__code__ = real_getattr.__code__
 
 
 @contextlib.contextmanager
@@ -220,7 +226,7 @@ class FxModule(types.ModuleType):
 _OURS = {
     function.__name__: function
     for function in (_new_patcher, _maybe_revert_all_patches, _patch_wrapped_functions, _autowrap_check)
-} | {"_orig_module_getattr": _real_getattr}
+} | {"_orig_module_getattr": real_getattr}
 _trace: Any = inspect.unwrap(fx.Tracer.trace)
 _real_trace_code = _trace.__code__
 

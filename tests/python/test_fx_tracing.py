@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import _symbolic_trace as fx
 
 import retrograd
+from retrograd import _runtime  # noqa: F401  # tells Dynamo about the package, as the first capture does
 
 x = torch.ones(2, 3)
 
