@@ -338,6 +338,26 @@ TEST_F(GroupKeys, OverwrittenTensors) {
   EXPECT_EQ(k->name(k->collecting.member), "MulBackward0");
 }
 
+// A node whose place in the cut graph was another one's: an in-place view that wraps what may be in no group.
+TEST_F(GroupKeys, InPlaceViewsOfOtherFunctions) {
+  const at::Tensor x = leaf();
+  at::Tensor base = x.clone();
+  at::Tensor part = base[0];
+  part.tanh_();
+  const auto before = keyed(base);
+  auto& slices = dynamic_cast<torch::autograd::CopySlices&>(*base.grad_fn());
+  slices.fn = make_node(1, 1);
+  const Walked w = walked(*base.grad_fn());
+  std::vector<Node*> targets;
+  for (const EdgeShape& output : before->group.outputs) targets.push_back(w.graph.nodes[output.step]);
+  GroupInputs inputs;
+  inputs.gradients = before->inputs.gradients;
+  GroupKey key;
+  const Collecting collecting = collect_group(before->group, before->nodes, targets, inputs, key);
+  EXPECT_EQ(collecting.obstacle, GroupObstacle::kError);
+  EXPECT_EQ(collecting.member, 0U);
+}
+
 class NoHooks final : public torch::autograd::SavedVariableHooks {
  public:
   explicit NoHooks(bool with_data) : with_data_(with_data) {}
