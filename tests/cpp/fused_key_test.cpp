@@ -126,6 +126,22 @@ TEST_F(GroupKeys, DtypesOfGradientsAndOfWhatIsExpected) {
             bytes(keyed(root, at::ones({3}, at::kFloat))->key.fixed));
 }
 
+// Nothing but what the nodes expect tells the dtype here: no tensor, no leaf.
+TEST_F(GroupKeys, DtypesThatAreExpected) {
+  const auto key = [](at::ScalarType type) {
+    const at::Tensor inner = leaf({3}, type).sin();
+    inner.register_hook([](const at::Tensor&) {});
+    return bytes(keyed(inner.neg(), at::Tensor())->key.fixed);
+  };
+  EXPECT_NE(key(at::kDouble), key(at::kFloat));
+}
+
+TEST_F(GroupKeys, DtypesOfGradientsThatLeavesWant) {
+  const at::Tensor x = leaf({3}, at::kFloat), y = leaf({3}, at::kFloat);
+  y.set_grad_dtype(at::kDouble);
+  EXPECT_NE(fixed(x.neg()), fixed(y.neg()));
+}
+
 TEST_F(GroupKeys, UndefinedGradients) {
   const at::Tensor x = leaf();
   const at::Tensor root = net(x);
