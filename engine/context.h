@@ -29,7 +29,8 @@ struct CallFrame {
   // What the backend keeps for code that its plan calls back into while it runs; null for the schedule.
   void* backend_state = nullptr;
   const ThreadStats* retained_on = nullptr;  // the thread on which the call is counted as retained; null: none
-  bool capturing = false;  // this call's graph is being traced: a call from inside must not start another capture
+  bool capturing = false;    // this call's graph is being traced: a call from inside must not start another capture
+  bool making_plan = false;  // a compiler is at work for this call: a call from inside must not wait for what it makes
 
   ReadyHeap own_heap{};                                            // used in an outermost call only
   ReadyHeap* heap = parent != nullptr ? parent->heap : &own_heap;  // shared by all calls of the chain

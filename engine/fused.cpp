@@ -122,6 +122,18 @@ class WrappedTensors {
   std::vector<at::Tensor> kept_;
 };
 
+// Marks a call as one whose plan is being made, so that calls from inside do not wait for it.
+class MakingPlan {
+ public:
+  explicit MakingPlan(CallFrame& frame) : frame_(frame) { frame_.making_plan = true; }
+  ~MakingPlan() { frame_.making_plan = false; }
+  MakingPlan(const MakingPlan&) = delete;
+  MakingPlan& operator=(const MakingPlan&) = delete;
+
+ private:
+  CallFrame& frame_;
+};
+
 // Memory of calls that are over. A call takes it out: compilers and hooks may call backward.
 GroupKey& spare_key() {
   thread_local GroupKey key;
@@ -364,15 +376,20 @@ class FusedRun {
       mine = entry->claim();
       if (mine) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
+        const MakingPlan making(run_.frame);
         if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
           reason_ = ScheduleReason::kGraphInUse;
           return;
         }
       }
     }
+    bool may_wait = blocking && !mine;
+    for (const CallFrame* outer = run_.frame.parent; outer != nullptr; outer = outer->parent) {
+      may_wait = may_wait && !outer->making_plan;
+    }
     // Another thread is at it. Nothing it needs is held here. Compiling takes seconds, so looking now and then is as
     // good as being told.
-    while (blocking && !mine && entry->state() == State::kMaking && group_compiler() != nullptr) {
+    while (may_wait && entry->state() == State::kMaking && group_compiler() != nullptr) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
       group_compiler()->look_up_from_waiting();
     }

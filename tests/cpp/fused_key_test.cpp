@@ -126,6 +126,22 @@ TEST_F(GroupKeys, DtypesOfGradientsAndOfWhatIsExpected) {
             bytes(keyed(root, at::ones({3}, at::kFloat))->key.fixed));
 }
 
+// Nothing but what the nodes expect tells the dtype here: no tensor, no leaf.
+TEST_F(GroupKeys, DtypesThatAreExpected) {
+  const auto key = [](at::ScalarType type) {
+    const at::Tensor inner = leaf({3}, type).sin();
+    inner.register_hook([](const at::Tensor&) {});
+    return bytes(keyed(inner.neg(), at::Tensor())->key.fixed);
+  };
+  EXPECT_NE(key(at::kDouble), key(at::kFloat));
+}
+
+TEST_F(GroupKeys, DtypesOfGradientsThatLeavesWant) {
+  const at::Tensor x = leaf({3}, at::kFloat), y = leaf({3}, at::kFloat);
+  y.set_grad_dtype(at::kDouble);
+  EXPECT_NE(fixed(x.neg()), fixed(y.neg()));
+}
+
 TEST_F(GroupKeys, UndefinedGradients) {
   const at::Tensor x = leaf();
   const at::Tensor root = net(x);
@@ -336,6 +352,26 @@ TEST_F(GroupKeys, OverwrittenTensors) {
   const auto k = keyed(root);
   EXPECT_EQ(k->collecting.obstacle, GroupObstacle::kError);
   EXPECT_EQ(k->name(k->collecting.member), "MulBackward0");
+}
+
+// A node whose place in the cut graph was another one's: an in-place view that wraps what may be in no group.
+TEST_F(GroupKeys, InPlaceViewsOfOtherFunctions) {
+  const at::Tensor x = leaf();
+  at::Tensor base = x.clone();
+  at::Tensor part = base[0];
+  part.tanh_();
+  const auto before = keyed(base);
+  auto& slices = dynamic_cast<torch::autograd::CopySlices&>(*base.grad_fn());
+  slices.fn = make_node(1, 1);
+  const Walked w = walked(*base.grad_fn());
+  std::vector<Node*> targets;
+  for (const EdgeShape& output : before->group.outputs) targets.push_back(w.graph.nodes[output.step]);
+  GroupInputs inputs;
+  inputs.gradients = before->inputs.gradients;
+  GroupKey key;
+  const Collecting collecting = collect_group(before->group, before->nodes, targets, inputs, key);
+  EXPECT_EQ(collecting.obstacle, GroupObstacle::kError);
+  EXPECT_EQ(collecting.member, 0U);
 }
 
 class NoHooks final : public torch::autograd::SavedVariableHooks {

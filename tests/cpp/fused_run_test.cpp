@@ -294,7 +294,8 @@ TEST_F(FusedRuns, InputsAreGivenAway) {
         : GroupPlan(inner->io()), inner_(std::move(inner)), counts_(counts) {}
     variable_list run(variable_list&& inputs) const override {
       counts_->clear();
-      for (const at::Tensor& input : inputs) counts_->push_back(input.storage().use_count());
+      for (const at::Tensor& input : inputs)
+        counts_->push_back(std::max<size_t>(input.use_count(), input.storage().use_count()));
       return inner_->run(std::move(inputs));
     }
 
@@ -322,6 +323,29 @@ TEST_F(FusedRuns, InputsAreGivenAway) {
     }
   }
   EXPECT_EQ(compiler_.runs, 4);
+}
+
+// Nor is anything held while nodes run one by one: a leaf takes over what passes through them.
+TEST_F(FusedRuns, NothingIsHeldWhileNodesRun) {
+  compiler_.instead = [](const GroupRequest& request) {
+    request.entry->refuse(-1);
+    return true;
+  };
+  const Record stock = expect_as_stock([](Record& record) {
+    const at::Tensor x = leaf();
+    const at::Tensor y = (x + 1) + 1;
+    const at::Tensor z = y * 2;
+    const void* passed = nullptr;
+    z.register_hook([&](const at::Tensor& g) { return g * 1; });
+    add_post_hook(z.grad_fn(), [&](const variable_list& outputs, const variable_list&) {
+      passed = outputs[0].const_data_ptr();
+      return outputs;
+    });
+    z.backward(small({1, 2, 3, 4}));
+    record.line("taken over ", x.grad().const_data_ptr() == passed);
+  });
+  EXPECT_TRUE(stock.contains("taken over 1"));
+  EXPECT_EQ(unfused_groups_, 1U);
 }
 
 // --- Errors ---
@@ -696,6 +720,61 @@ TEST_F(FusedRuns, ACompilerThatCallsBackward) {
   }
   EXPECT_EQ(stats().fused_calls, before.fused_calls + 3) << "each call had its plan at once";
   EXPECT_EQ(compiler_.asked, 2);
+}
+
+// It may even be for the graph that the plan is made for: that call cannot wait for it.
+TEST_F(FusedRuns, ACompilerThatCallsBackwardOnTheSameGraph) {
+  compiler_.instead = [&](const GroupRequest& request) {
+    {
+      const at::AutoGradMode with_grad(true);
+      Net net;
+      net.loss.backward();
+      EXPECT_TRUE(net.x.grad().defined());
+    }
+    request.entry->settle(compiler_.plan_for(request));
+    return true;
+  };
+  const Enable on(fused());
+  const Stats before = stats();
+  for (int i = 0; i < 2; ++i) {
+    Net net;
+    net.loss.backward();
+    EXPECT_TRUE(net.x.grad().defined());
+  }
+  EXPECT_EQ(compiler_.asked, 1);
+  EXPECT_EQ(stats().fused_calls, before.fused_calls + 2);
+}
+
+// Blocking calls wait for a plan that another thread makes, and for one that is given back they ask themselves.
+TEST_F(FusedRuns, BlockingCallsWaitForAPlanOfAnotherThread) {
+  std::atomic<bool> claimed{false};
+  std::shared_ptr<const GroupEntry> entry;
+  std::shared_ptr<const GroupPlan> plan;
+  compiler_.instead = [&](const GroupRequest& request) {
+    EXPECT_FALSE(request.wait);
+    entry = request.entry;
+    plan = compiler_.plan_for(request);
+    claimed.store(true);
+    return true;
+  };
+  {
+    const Enable on(fused(Mode::kBackground));
+    for (int i = 0; i < 3; ++i) {
+      Net net;
+      net.loss.backward();
+    }
+  }
+  ASSERT_TRUE(claimed.load());
+  std::jthread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    entry->settle(plan);
+  });
+  const Stats before = stats();
+  const Enable on(fused());
+  Net net;
+  net.loss.backward();
+  EXPECT_EQ(stats().fused_calls, before.fused_calls + 1);
+  EXPECT_EQ(compiler_.asked, 1);
 }
 
 // --- Calls in calls ---
@@ -1075,14 +1154,15 @@ TEST_F(FusedRuns, AnEntryMayBeSettledAfterItsCacheIsGone) {
     waiting.emplace_back(request.entry, compiler_.plan_for(request));
     return true;
   };
-  const Enable on(fused());
-  for (int i = 0; i < 3; ++i) {
+  const Enable on(fused(Mode::kBackground));
+  for (int i = 0; i < 6; ++i) {
     Net net;
     net.loss.backward();
-    cache_clear();
+    if (i % 3 == 2) cache_clear();
   }
-  run_of_size(*std::make_unique<Record>(), 3);  // lets go of recent plans
-  ASSERT_EQ(waiting.size(), 4U);
+  Record record;
+  run_of_size(record, 3);  // lets go of recent plans
+  ASSERT_EQ(waiting.size(), 2U);
   for (auto& [entry, plan] : waiting) entry->settle(std::move(plan));
 }
 
