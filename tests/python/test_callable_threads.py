@@ -829,7 +829,7 @@ def test_nested_capture_at_depth(maker: str, switch: str, depth: int) -> None:
     torch.testing.assert_close(got, want)
     stats = retrograd.stats()
     assert stats["captures"] == stats["hits"] == {depth}, stats
-    assert stats["calls"] == {{"schedule": 0, "callable": 2 * {depth}, "previous": 0}}, stats
+    assert stats["calls"] == {{"schedule": 0, "fused": 0, "callable": 2 * {depth}, "previous": 0}}, stats
     print("done", flush=True)
     os._exit(0)  # the stock engine alone may abort at exit after such nesting: its extra threads race it
     """
