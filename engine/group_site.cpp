@@ -38,7 +38,6 @@ const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> nu
   if (size() >= kMaxVersions) return nullptr;
   auto added = std::make_unique<Link>();
   added->version.numbers.assign(numbers.begin(), numbers.end());
-  std::atomic<Link*>* end = &first_;
   if (const Link* first = first_.load(std::memory_order_acquire)) {
     // What ever changed, so far and now.
     std::vector<bool> open(numbers.size(), false);
@@ -48,7 +47,6 @@ const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> nu
          link = link->next.load(std::memory_order_acquire)) {
       for (size_t i = 0; i < numbers.size(); ++i) open[i] = open[i] || link->version.is_open(i);
       known |= link->version.open == open;
-      end = &link->next;
     }
     if (!known) {
       // Sizes 0 and 1 are special: no plan made from such a call could serve others.
@@ -58,10 +56,16 @@ const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> nu
       added->version.open = std::move(open);
     }
   }
-  Link* const link = added.release();
-  end->store(link, std::memory_order_release);
+  return append(std::move(added));
+}
+
+const GroupShapes::Version* GroupShapes::append(std::unique_ptr<Link> link) const {
+  std::atomic<Link*>* end = &first_;
+  while (Link* const last = end->load(std::memory_order_acquire)) end = &last->next;
+  const Version* const version = &link->version;
+  end->store(link.release(), std::memory_order_release);
   size_.store(size() + 1, std::memory_order_release);
-  return &link->version;
+  return version;
 }
 
 void GroupShapes::add_ready(std::vector<int64_t> numbers, std::vector<bool> open,
@@ -72,10 +76,7 @@ void GroupShapes::add_ready(std::vector<int64_t> numbers, std::vector<bool> open
   added->version.entry->first_look();
   added->version.entry->settle(std::move(plan));
   const std::lock_guard lock(mutex_);
-  std::atomic<Link*>* end = &first_;
-  while (Link* const link = end->load(std::memory_order_acquire)) end = &link->next;
-  end->store(added.release(), std::memory_order_release);
-  size_.store(size() + 1, std::memory_order_release);
+  append(std::move(added));
 }
 
 }  // namespace retrograd

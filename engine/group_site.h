@@ -100,6 +100,7 @@ class GroupShapes {
     std::atomic<Link*> next{nullptr};
   };
   static bool serves(const Version& version, std::span<const int64_t> numbers) noexcept;
+  const Version* append(std::unique_ptr<Link> link) const;  // under mutex_
 
   mutable std::mutex mutex_;  // held while a version is added; readers need none
   mutable std::atomic<Link*> first_{nullptr};
