@@ -8,13 +8,13 @@ is a true one.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,9 +147,7 @@ def threads(count: int, rounds: int, calls: int) -> None:
             step(0)
 
     def run(backend: str | None) -> float:
-        gate = threading.Barrier(count + 1)
-
-        def work(k: int) -> None:
+        def work(gate: threading.Barrier, k: int) -> None:
             torch.set_num_threads(1)
             with retrograd.enable(backend=backend) if backend else retrograd.disable():
                 gate.wait()
@@ -157,16 +155,7 @@ def threads(count: int, rounds: int, calls: int) -> None:
                     step(k)
                 gate.wait()
 
-        workers = [threading.Thread(target=work, args=(k,)) for k in range(count)]
-        for worker in workers:
-            worker.start()
-        gate.wait()
-        start = time.perf_counter()
-        gate.wait()
-        elapsed = time.perf_counter() - start
-        for worker in workers:
-            worker.join()
-        return elapsed * 1e6 / (count * calls)
+        return suite.timed_threads([functools.partial(work, k=k) for k in range(count)]) / (count * calls)
 
     run("inductor")
     retrograd.reset_stats()

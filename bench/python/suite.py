@@ -6,6 +6,7 @@ Every row asserts from retrograd.stats() that its calls took the path that is me
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import threading
 import time
@@ -124,14 +125,27 @@ def installed_not_enabled(rounds: int) -> Row:
     return Row("mlp10x64, installed but not enabled", statistics.median(absent), statistics.median(installed))
 
 
+def timed_threads(works: list[Callable[[threading.Barrier], None]]) -> float:
+    """Microseconds of all works at once, a thread each; each waits at the barrier before and after what counts."""
+    gate = threading.Barrier(len(works) + 1)
+    workers = [threading.Thread(target=work, args=(gate,)) for work in works]
+    for worker in workers:
+        worker.start()
+    gate.wait()
+    start = time.perf_counter()
+    gate.wait()
+    elapsed = time.perf_counter() - start
+    for worker in workers:
+        worker.join()
+    return elapsed * 1e6
+
+
 def threads(count: int, rounds: int, calls: int) -> Row:
     """Wall time per backward call with `count` threads, each on a model of its own."""
     losses = [mlp(10, 64, 8) for _ in range(count)]
 
     def run(enabled: bool) -> float:
-        gate = threading.Barrier(count + 1)
-
-        def work(make_loss: Callable[[], Tensor]) -> None:
+        def work(gate: threading.Barrier, make_loss: Callable[[], Tensor]) -> None:
             torch.set_num_threads(1)  # a property of each thread
             with retrograd.enable() if enabled else retrograd.disable():
                 loss = make_loss()
@@ -140,16 +154,8 @@ def threads(count: int, rounds: int, calls: int) -> Row:
                     loss.backward(retain_graph=True)
                 gate.wait()
 
-        workers = [threading.Thread(target=work, args=(make_loss,)) for make_loss in losses]
-        for worker in workers:
-            worker.start()
-        gate.wait()
-        start = time.perf_counter()
-        gate.wait()
-        elapsed = time.perf_counter() - start
-        for worker in workers:
-            worker.join()
-        return elapsed * 1e6 / (count * calls)
+        works = [functools.partial(work, make_loss=make_loss) for make_loss in losses]
+        return timed_threads(works) / (count * calls)
 
     run(True)
     retrograd.reset_stats()
