@@ -2,6 +2,8 @@
 
 #include <chrono>
 
+#include <torch/csrc/autograd/python_cpp_function.h>
+
 #include "bindings/compiler_interface.h"
 #include "bindings/functional_op.h"
 #include "bindings/py_ref.h"
@@ -87,6 +89,19 @@ class PythonGroupCompiler final : public GroupCompiler {
     const py::gil_scoped_acquire gil;
     py::module_::import("retrograd._fused").attr("make")(std::move(recording), std::move(claim), request.wait);
     return true;
+  }
+
+  void report_change(torch::autograd::Node* node, bool sizes) noexcept override {
+    const py::gil_scoped_acquire gil;
+    try {
+      const auto wrapped = node == nullptr
+                               ? py::object(py::none())
+                               : py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node->getptr()));
+      py::module_::import("retrograd._fused").attr("report_change")(wrapped, sizes);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("retrograd");
+    } catch (...) {  // a warning less
+    }
   }
 
   void look_up_from_waiting() override {

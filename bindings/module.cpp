@@ -13,6 +13,7 @@
 #include "bindings/python_engine.h"
 #include "engine/context.h"
 #include "engine/engine.h"
+#include "engine/explain.h"
 #include "engine/gated_hooks.h"
 #include "engine/plan_cache.h"
 #include "retrograd/retrograd.h"
@@ -152,6 +153,31 @@ py::dict stats() {
       "cache"_a = py::dict("leaves"_a = s.cache_leaves, "nodes"_a = s.cache_nodes, "evictions"_a = s.cache_evictions));
 }
 
+// explain(tensors, inputs), as a dict that retrograd/_explain.py makes readable.
+py::dict explain(const torch::autograd::variable_list& tensors, const torch::autograd::variable_list& inputs) {
+  using namespace py::literals;
+  torch::autograd::edge_list edges;
+  for (const at::Tensor& input : inputs) edges.push_back(torch::autograd::impl::gradient_edge(input));
+  const retrograd::Explanation found = [&] {
+    const py::gil_scoped_release no_gil;
+    return retrograd::explain(tensors, edges);
+  }();
+  py::list nodes, groups;
+  for (const auto& step : found.steps) {
+    const py::object group = step.group == retrograd::kNoGroup ? py::object(py::none()) : py::int_(step.group);
+    nodes.append(py::make_tuple(step.node, group, std::string(name(step.fusable))));
+  }
+  for (const auto& group : found.groups) {
+    groups.append(py::dict("ready"_a = group.ready, "ready_open"_a = group.ready_open, "making"_a = group.making,
+                           "cold"_a = group.cold, "refused"_a = group.refused));
+  }
+  const bool previous = found.previous != retrograd::PreviousReason::kCount;
+  return py::dict("previous_reason"_a = previous ? py::object(py::str(std::string(name(found.previous)))) : py::none(),
+                  "backend"_a = static_cast<int>(found.setting.options.backend()),
+                  "has_compiler"_a = found.setting.options.compiler() != 0, "known"_a = found.known, "nodes"_a = nodes,
+                  "groups"_a = groups);
+}
+
 // call_cpp_tensor_pre_hooks(index, gradient), as a plain function that says it is torch's module's: captured graphs
 // name it, and Dynamo judges functions by their module.
 void add_call_cpp_tensor_pre_hooks(py::module_& m) {
@@ -208,6 +234,7 @@ PYBIND11_MODULE(_C, m) {
   def_flag<&FrontEndFlags::force_eager>(m, "force_eager");
   def_flag<&FrontEndFlags::verbose_logger>(m, "verbose_logger");
   m.def("logger_number", &retrograd::bindings::logger_number);
+  m.def("explain", &explain);
   m.def("cache_is_empty", [] { return retrograd::plan_trie().is_empty(); }, py::call_guard<py::gil_scoped_release>());
   m.def("restore_validate_outputs", [] {
     py::gil_scoped_release no_gil;

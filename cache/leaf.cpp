@@ -36,6 +36,12 @@ const void* Leaf::find(KeyView specialization) const noexcept {
   return nullptr;
 }
 
+void Leaf::for_each(const std::function<void(KeyView, const void*)>& visit) const {
+  for (const Entry* entry = plans_.load(std::memory_order_acquire); entry != nullptr; entry = entry->next.get()) {
+    visit(entry->specialization, entry->plan.get());
+  }
+}
+
 Leaf::Builder* Leaf::builder_of(KeyView specialization) {
   const auto found = std::find_if(builders_.begin(), builders_.end(), [&](const Builder& builder) {
     return equal(builder.specialization, specialization);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -57,6 +58,9 @@ class Leaf {
   }
 
   size_t plan_count() const noexcept { return plan_count_.load(std::memory_order_acquire); }
+
+  // Every plan that is there now, latest first, with its specialization. Never blocks.
+  void for_each(const std::function<void(KeyView, const void*)>& visit) const;
 
  private:
   friend class Trie;

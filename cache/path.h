@@ -52,6 +52,8 @@ class Path {
     }
   }
   void end_key() { ends_.push_back(written_); }
+  // Of the key in pieces, so far.
+  size_t bytes_put() const noexcept { return written_ - finished_bytes(); }
 
   size_t size() const noexcept { return ends_.size(); }
   bool empty() const noexcept { return ends_.empty(); }

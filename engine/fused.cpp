@@ -7,8 +7,8 @@
 #include <thread>
 #include <utility>
 
-#include "cache/leaf.h"
 #include "engine/buffers.h"
+#include "engine/fused_graph.h"
 #include "engine/gated_hooks.h"
 #include "engine/group_site.h"
 #include "engine/node_kind.h"
@@ -19,8 +19,6 @@
 
 namespace retrograd {
 namespace {
-
-constexpr size_t kMinMembers = 2;
 
 // A group whose constants keep changing is not compiled over and over: past this many keys it runs by its nodes.
 constexpr size_t kMaxKeys = 8;
@@ -35,63 +33,6 @@ uint32_t hot_after() {
     return number > 0 ? static_cast<uint32_t>(number) : 3U;
   }();
   return calls;
-}
-
-struct CutGraph {
-  explicit CutGraph(Partition cut) : partition(std::move(cut)), sites(partition.groups.size()) {}
-
-  const Partition partition;
-  mutable std::vector<cache::Leaf> sites;  // by group: its GroupShapes by fixed key
-};
-
-// All that the fused backend keeps for one graph. Held by the graph's leaf.
-class FusedGraph {
- public:
-  explicit FusedGraph(const Schedule& schedule) : schedule_(schedule), refused_(schedule.shape().steps.size()) {}
-
-  // From now on the node of `step` runs by itself.
-  void refuse(uint32_t step) const noexcept { refused_[step].store(true, std::memory_order_relaxed); }
-
-  // How the graph is cut, given which nodes have hooks at this moment.
-  const CutGraph& cut(std::span<Node* const> nodes) const {
-    const GraphShape& shape = schedule_.shape();
-    thread_local std::vector<std::byte> key;
-    key.assign(shape.steps.size(), std::byte{0});
-    for (uint32_t k = 0; k < nodes.size(); ++k) key[k] = std::byte{may_join(k, *nodes[k]) ? uint8_t{1} : uint8_t{0}};
-    const void* found = cuts_.find(key);
-    if (found == nullptr) {
-      // Takes microseconds and runs no user code: threads that want the same one wait.
-      found = cuts_.get_or_build(key, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
-        std::vector<bool> fusable(key.size());
-        for (size_t k = 0; k < key.size(); ++k) fusable[k] = key[k] != std::byte{0};
-        return std::make_shared<const CutGraph>(make_partition(shape, fusable, kMinMembers));
-      });
-    }
-    return *static_cast<const CutGraph*>(found);
-  }
-
- private:
-  bool may_join(uint32_t k, Node& node) const {
-    const StepShape& step = schedule_.shape().steps[k];
-    return step.needed && step.num_captures == 0 && !refused_[k].load(std::memory_order_relaxed) &&
-           !runs_user_code(node, NodeKind::kPlain) && may_be_fused(node);
-  }
-
-  const Schedule& schedule_;
-  mutable std::vector<std::atomic<bool>> refused_;  // by step
-  mutable cache::Leaf cuts_;                        // CutGraphs by the steps that may join a group
-};
-
-const FusedGraph& fused_graph(PreparedCall& call) {
-  constexpr std::byte kKey{'F'};
-  const cache::KeyView key(&kKey, 1);
-  const void* found = call.leaf->find(key);
-  if (found == nullptr) {
-    found = call.leaf->get_or_build(key, cache::Wait::kYes, [&]() -> std::shared_ptr<const void> {
-      return std::make_shared<const FusedGraph>(*call.schedule);
-    });
-  }
-  return *static_cast<const FusedGraph*>(found);
 }
 
 // Letting go of the last but one reference to a tensor that has a Python wrapper takes the GIL. The wrapped inputs of a
@@ -246,7 +187,13 @@ class FusedRun {
   // stock engine's order.
   bool run_group(uint32_t g) {
     const Group& group = cut_.partition.groups[g];
+    GroupSite& site = cut_.sites[g];
     if (!starved_.empty()) {
+      run_members(group);
+      return true;
+    }
+    if (!is_blocking() && !site.pause.is_over()) {
+      reason_ = site.pause.reason();
       run_members(group);
       return true;
     }
@@ -279,17 +226,25 @@ class FusedRun {
         reason_ = ScheduleReason::kNotFusable;
         break;
       case GroupObstacle::kNone:
-        plan = find_plan(group, cut_.sites[g], key);
+        plan = find_plan(group, site, key);
         break;
     }
     if (plan == nullptr) {
+      if (is_likely_to_last(reason_)) site.pause.lengthen(reason_);
       inputs_.reset();  // before nodes run: what they saved must be theirs alone
       run_members(group);
     } else {
+      site.pause.end();
       run_plan(*plan, group, key.numbers);
     }
     return true;
   }
+
+  static bool is_likely_to_last(ScheduleReason reason) {
+    return reason == ScheduleReason::kNotFusable || reason == ScheduleReason::kTooManyKeys ||
+           reason == ScheduleReason::kNoCompiler;
+  }
+  bool is_blocking() const { return call_.setting.options.mode() == Mode::kBlocking; }
 
   // All nodes to come that must run by themselves: each call finding one more, and plans made for each new cut, would
   // take as many calls as there are such nodes.
@@ -305,15 +260,16 @@ class FusedRun {
     for (const uint32_t k : group.steps) run_step(k);
   }
 
-  const GroupPlan* find_plan(const Group& group, cache::Leaf& site, const GroupKey& key) {
-    const void* found = site.find(key.fixed[0]);
+  const GroupPlan* find_plan(const Group& group, GroupSite& site, const GroupKey& key) {
+    const void* found = site.shapes.find(key.fixed[0]);
     if (found == nullptr) {
-      if (site.plan_count() >= kMaxKeys) {
-        reason_ = ScheduleReason::kTooManyKeys;
+      if (site.shapes.plan_count() >= kMaxKeys) {
+        keeps_changing(group, site);
         return nullptr;
       }
-      found = site.get_or_build(key.fixed[0], cache::Wait::kYes,
-                                []() -> std::shared_ptr<const void> { return std::make_shared<const GroupShapes>(); });
+      found = site.shapes.get_or_build(key.fixed[0], cache::Wait::kYes, []() -> std::shared_ptr<const void> {
+        return std::make_shared<const GroupShapes>();
+      });
     }
     const auto& shapes = *static_cast<const GroupShapes*>(found);
     const GroupShapes::Version* version = shapes.find(key.numbers);
@@ -323,7 +279,7 @@ class FusedRun {
       version = shapes.find_or_add(key.numbers);
     }
     if (version == nullptr) {
-      reason_ = ScheduleReason::kTooManyKeys;
+      keeps_changing(group, site);
       return nullptr;
     }
     if (version->entry->first_look()) {
@@ -332,6 +288,24 @@ class FusedRun {
     make_plan(group, *version, key.numbers);
     // What was left open may have got conditions that this call does not meet.
     return shapes.find(key.numbers) == version ? version->entry->plan() : nullptr;
+  }
+
+  // No more plans for this group. Says so once, and what it is that changes.
+  void keeps_changing(const Group& group, GroupSite& site) {
+    reason_ = ScheduleReason::kTooManyKeys;
+    GroupCompiler* const compiler = group_compiler();
+    if (compiler == nullptr || site.changes.is_done()) return;
+    GroupInputs again;
+    again.gradients = inputs_->gradients;
+    GroupKey key;
+    NumberPlaces places;
+    if (collect_group(group, members_, targets_, again, key, KeyForm::kFast, &places).obstacle !=
+        GroupObstacle::kNone) {
+      return;
+    }
+    if (const auto change = site.changes.look(key, places)) {
+      compiler->report_change(change->member ? members_[*change->member] : nullptr, change->sizes);
+    }
   }
 
   // From the plan store, if it has one for the group at hand.
@@ -357,7 +331,7 @@ class FusedRun {
   void make_plan(const Group& group, const GroupShapes::Version& version, std::span<const int64_t> numbers) {
     const auto& entry = version.entry;
     reason_ = ScheduleReason::kCompiling;
-    const bool blocking = call_.setting.options.mode() == Mode::kBlocking;
+    const bool blocking = is_blocking();
     using State = GroupEntry::State;
     bool mine = false;
     if (entry->state() == State::kCold) {
@@ -457,11 +431,11 @@ GroupCompiler* group_compiler() noexcept { return compiler_in_place.load(std::me
 std::optional<ScheduleReason> run_fused(PreparedCall& call, const ScheduleRun& run) {
   if (call.create_graph) return ScheduleReason::kCreateGraph;
   if (call.use_streams) return ScheduleReason::kStreams;
-  if (call.leaf == nullptr) return ScheduleReason::kNotFusable;
-  const FusedGraph& graph = fused_graph(call);
-  const CutGraph& cut = graph.cut(call.nodes);
-  if (cut.partition.groups.empty()) return ScheduleReason::kNotFusable;
-  FusedRun(call, run, graph, cut).run();
+  const FusedGraph& graph = FusedGraph::of(*call.leaf, *call.schedule);
+  const CutGraph* const cut = graph.cut(call.nodes);
+  if (cut == nullptr) return ScheduleReason::kTooManyKeys;
+  if (cut->partition.groups.empty()) return ScheduleReason::kNotFusable;
+  FusedRun(call, run, graph, *cut).run();
   return std::nullopt;
 }
 

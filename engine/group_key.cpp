@@ -165,8 +165,14 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
   if (form == KeyForm::kPortable) put_structure(path, group);
   auto& call = inputs.call;
   const PythonGateLock lock(ungated_hooks_exist());
+  const auto mark_member = [&] {
+    if (places == nullptr) return;
+    places->member_numbers.push_back(here());
+    places->member_keys.push_back(static_cast<uint32_t>(path.bytes_put()));
+  };
   for (uint32_t m = 0; m < nodes.size(); ++m) {
     Node& node = *nodes[m];
+    mark_member();
     put_type(path, typeid(node), form);
     if (typeid(node) == typeid(CopySlices)) {
       const auto& slices = static_cast<CopySlices&>(node);
@@ -194,6 +200,7 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
       plain &= put_metadata(key, node.input_metadata(i));
     }
   }
+  mark_member();
   for (size_t k = 0; k < targets.size(); ++k) {
     Node& target = *targets[k];
     const uint32_t input_nr = group.outputs[k].input_nr;

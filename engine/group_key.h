@@ -44,13 +44,15 @@ struct GroupKey {
   std::vector<int64_t> numbers;
 };
 
-// Where the numbers of what are: of a tensor first its sizes, then its strides.
+// Where in a key the numbers of what are (of a tensor first its sizes, then its strides), and what is whose.
 struct NumberPlaces {
   std::vector<std::vector<uint32_t>> member_inputs;  // by member and slot: the shape that the slot expects
   std::vector<uint32_t> targets;                     // by output: the shape that the slot expects
   std::vector<uint32_t> leaves;                      // by output: the variable of a leaf; of no meaning for others
   std::vector<uint32_t> inputs;                      // gradients, then tensors
   uint32_t sizes = 0;                                // the first size that a member saved as such
+  std::vector<uint32_t> member_numbers;              // by member, the first of its own; one more where the last ends
+  std::vector<uint32_t> member_keys;                 // the same, of bytes of the fixed key
 };
 
 // What stands for a type in a key: its address, or its name.

@@ -48,13 +48,9 @@ const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> nu
       for (size_t i = 0; i < numbers.size(); ++i) open[i] = open[i] || link->version.is_open(i);
       known |= link->version.open == open;
     }
-    if (!known) {
-      // Sizes 0 and 1 are special: no plan made from such a call could serve others.
-      for (size_t i = 0; i < numbers.size(); ++i) {
-        if (open[i] && numbers[i] < 2) return nullptr;
-      }
-      added->version.open = std::move(open);
-    }
+    // Sizes 0 and 1 are special: no plan made from such a call could serve others, so it gets one for itself.
+    for (size_t i = 0; i < numbers.size(); ++i) known |= open[i] && numbers[i] < 2;
+    if (!known) added->version.open = std::move(open);
   }
   return append(std::move(added));
 }

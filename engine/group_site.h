@@ -94,6 +94,15 @@ class GroupShapes {
 
   size_t size() const noexcept { return size_.load(std::memory_order_acquire); }
 
+  // Every version that is there now, oldest first. Never blocks.
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    for (const Link* link = first_.load(std::memory_order_acquire); link != nullptr;
+         link = link->next.load(std::memory_order_acquire)) {
+      visit(link->version);
+    }
+  }
+
  private:
   struct Link {
     Version version;
@@ -128,6 +137,10 @@ class GroupCompiler {
   // as before. False when the graph must not be recorded now. Does not throw for anything that goes wrong in
   // compiling.
   virtual bool make(const GroupRequest& request, const PreparedCall& call, CallFrame& frame) = 0;
+
+  // A group got as many plans as are made for one and keeps meeting new constants, or sizes, of `node` (null: of the
+  // state outside the graph, or kinds of inputs): to tell the user. Once for a group; does not throw.
+  virtual void report_change(Node* node, bool sizes) noexcept = 0;
 
   // One look at the outside world of a thread that waits for another one's plan, several times a second: may throw what
   // a signal handler of Python's throws.

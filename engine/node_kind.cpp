@@ -25,6 +25,10 @@ NodeKind node_kind(const std::type_info& type) {
   return NodeKind::kUser;
 }
 
+bool is_custom_function(const std::type_info& type) {
+  return is_python_node(type) || std::string_view(type.name()).starts_with("N5torch8autograd7CppNodeI");
+}
+
 bool is_python_node(const std::type_info& type) { return std::string_view(type.name()) == "N5torch8autograd6PyNodeE"; }
 
 }  // namespace retrograd

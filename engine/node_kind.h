@@ -16,6 +16,9 @@ NodeKind node_kind(const std::type_info& type);
 // Whether libtorch's code generator made the type from a formula in derivatives.yaml.
 bool is_generated(const std::type_info& type);
 
+// A custom function of a C++ program, or of Python.
+bool is_custom_function(const std::type_info& type);
+
 // A Python autograd.Function's node. Told by name: libtorch_python does not export the type, and the engine must
 // not link to it.
 bool is_python_node(const std::type_info& type);

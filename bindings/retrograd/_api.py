@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -98,8 +99,9 @@ class enable(_Scope):
 
     Args:
         backend: what runs a graph.
+            "default": "inductor", or what the environment variable RETROGRAD_BACKEND names.
             "inductor": nodes are fused in groups and compiled; a graph whose plans are not ready, and what cannot be
-            compiled, runs as on "schedule".
+            compiled, runs as on "schedule". Gradients agree with eager's within rounding, as torch.compile's do.
             "schedule": the graph's own nodes in a precomputed order; any graph, gradients bit-identical.
             A function: the graph is captured as torch's compiled autograd captures it, and function(graph_module)
             returns what runs it from then on. It is called once for a graph, outside all locks, and what it returned
@@ -120,7 +122,7 @@ class enable(_Scope):
     """
 
     def __init__(
-        self, backend: str | Callable[..., Any] = "schedule", dynamic: bool | None = None, mode: str | None = None
+        self, backend: str | Callable[..., Any] = "default", dynamic: bool | None = None, mode: str | None = None
     ) -> None:
         super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic, mode))
 
@@ -133,7 +135,7 @@ class disable(_Scope):
 
 
 def set_default(
-    backend: str | Callable[..., Any] | None = "schedule", dynamic: bool | None = None, mode: str | None = None
+    backend: str | Callable[..., Any] | None = "default", dynamic: bool | None = None, mode: str | None = None
 ) -> None:
     """Decides for threads that use neither `enable()` nor `disable()`; None is the previous engine, as at the start.
 
@@ -152,10 +154,13 @@ def stats() -> dict[str, Any]:
     """Counters of all threads since the start or the last `reset_stats()`; always on.
 
     Returns a dict with
-        calls: how many backward calls ran on each path, {"schedule": int, "callable": int, "previous": int};
-            "callable" is what a compiler function made.
+        calls: how many backward calls ran on each path, {"fused": int, "schedule": int, "callable": int,
+            "previous": int}; "fused": at least one compiled group; "callable": what a compiler function made.
+        groups: {"compiled", "by_node"}: groups of nodes that ran compiled, and those that ran node by node in calls
+            that looked for compiled ones.
+        recordings: groups recorded from a live graph. plans: {"compiled", "from_store"}.
         previous_reasons: why calls ran on the previous engine, by reason; sums to calls["previous"].
-        schedule_reasons: why calls of threads with a compiler function ran on the schedule, by reason.
+        schedule_reasons: why calls of threads that asked for more ran on the schedule, by reason.
         captures: graphs captured for compiler functions, failed attempts included.
         hits, misses: calls whose plan was found, and calls that had to make it.
         nested_calls: calls made inside another retrograd call. max_depth: 1 where nothing was nested, 0 before any.
@@ -193,6 +198,13 @@ def _check_installed() -> None:
 
 
 def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
+    if isinstance(backend, str) and backend == "default":
+        backend = os.environ.get("RETROGRAD_BACKEND", "inductor")
+        if backend not in _BACKENDS:
+            known = " or ".join(repr(name) for name in _BACKENDS)
+            raise ValueError(f"the environment variable RETROGRAD_BACKEND must be {known}, not {backend!r}.")
+        if backend != "inductor":
+            mode = None if mode in _MODES else mode  # the environment overrules the program
     if mode is not None and mode not in _MODES:
         raise ValueError(f"mode must be {' or '.join(repr(name) for name in _MODES)}, not {mode!r}.")
     if mode is not None and backend != "inductor":

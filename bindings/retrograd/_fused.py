@@ -170,6 +170,43 @@ def _warn_once(error: BaseException) -> None:
     logger.warning("a plan was not compiled, so its nodes run one by one: %s", error)
 
 
+def report_change(node: Any, sizes: bool) -> None:
+    """Warns that a group of nodes will not be compiled for new values of what keeps changing.
+
+    Args:
+        node: the node of the backward graph whose constants (or sizes) they are; None: the state outside the graph, or
+            the kinds of the tensors that come in.
+        sizes: whether it is sizes of tensors that change.
+    """
+    if node is None:
+        what = "settings that a plan depends on (intra-op threads, default dtype, dtypes of inputs)"
+    elif sizes:
+        what = f"sizes of tensors at {node.name()}"
+    else:
+        values = _constants(node)
+        what = f"constants of {node.name()}" + (f" ({values})" if values else "")
+    logger.warning(
+        "a backward graph was compiled for several %s, and new ones keep coming, so nodes that depend on them run one "
+        "by one from now on; %s.",
+        what,
+        "pad to a few sizes" if sizes else "pass a value that changes as a tensor",
+    )
+
+
+def _constants(node: Any) -> str:
+    found = []
+    for attribute in dir(node):
+        if not attribute.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, attribute)
+        except Exception:  # a saved tensor that is gone
+            continue
+        if isinstance(value, (int, float, complex, tuple)):
+            found.append(f"{attribute.removeprefix('_saved_')}={value}")
+    return ", ".join(found)
+
+
 def _forward(module: Any) -> Any:
     _C.forward_bound_functions()
     return lambda: None

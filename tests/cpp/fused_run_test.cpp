@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "engine/context.h"
+#include "engine/fused_graph.h"
 #include "fused_test_util.h"
 
 namespace retrograd::test {
@@ -1025,6 +1026,96 @@ TEST_F(FusedRuns, ConstantsThatKeepChanging) {
   EXPECT_EQ(compiler_.asked, 8);
   EXPECT_EQ(fused_groups_, 8U);
   EXPECT_EQ(unfused_groups_, 4U);
+  EXPECT_EQ(fallbacks(stats(), ScheduleReason::kTooManyKeys) - fallbacks(before, ScheduleReason::kTooManyKeys), 8U);
+  EXPECT_EQ(compiler_.changes, (std::vector<TestCompiler::Change>{{"PowBackward0", false}}));
+}
+
+TEST_F(FusedRuns, SizesThatKeepChangingTheirKind) {
+  expect_as_stock(
+      [](Record& record) {
+        // A size of one is never left open, so each of these needs a plan of its own.
+        for (int64_t i = 0; i < 12; ++i) {
+          std::vector<int64_t> sizes(12, 1);
+          sizes[static_cast<size_t>(i)] = 2;
+          const at::Tensor x = at::ones(sizes, at::kDouble).requires_grad_();
+          (x * x).neg().backward(at::ones(sizes, at::kDouble));
+          record.tensor("x", x.grad());
+        }
+      },
+      2);
+  EXPECT_EQ(compiler_.asked, 8);
+  EXPECT_EQ(fused_groups_, 8U);
+  ASSERT_EQ(compiler_.changes.size(), 1U);
+  EXPECT_TRUE(compiler_.changes[0].sizes);
+  EXPECT_EQ(compiler_.changes[0].node, "NegBackward0");
+}
+
+TEST(Pause, GrowsUpTo256CallsAndEndsAtOnce) {
+  Pause pause;
+  int looks = 0;
+  for (int call = 0; call < 10000; ++call) {
+    if (!pause.is_over()) continue;
+    ++looks;
+    pause.lengthen(ScheduleReason::kTooManyKeys);
+  }
+  EXPECT_GE(looks, 10000 / 257);
+  EXPECT_LE(looks, 10000 / 257 + 4 + 8 + 1);
+  EXPECT_EQ(pause.reason(), ScheduleReason::kTooManyKeys);
+  while (!pause.is_over()) {
+  }
+  pause.end();
+  for (int call = 0; call < 4; ++call) {
+    EXPECT_TRUE(pause.is_over());
+    pause.lengthen(ScheduleReason::kNotFusable);
+  }
+}
+
+TEST_F(FusedRuns, LookingInVainIsDoneRarelyButGoesOn) {
+  bool refuse = true;
+  compiler_.instead = [&](const GroupRequest& request) {
+    refuse ? request.entry->refuse(-1) : request.entry->settle(compiler_.plan_for(request));
+    return true;
+  };
+  const Enable on(fused(Mode::kBackground));
+  const auto run = [](int64_t size) {
+    const at::Tensor x = at::ones({size}, at::kDouble).requires_grad_();
+    const at::Tensor y = x.neg().neg();
+    (y * y).neg().backward(at::ones({size}, at::kDouble));
+    EXPECT_TRUE(x.grad().equal(at::full({size}, -2, at::kDouble)));
+  };
+  cache_clear();
+  const Stats before = stats();
+  for (int i = 0; i < 30; ++i) run(4);  // the last look was at the 24th, the next is at the 41st
+  EXPECT_EQ(compiler_.asked, 1);
+  EXPECT_EQ(fallbacks(stats(), ScheduleReason::kNotFusable) - fallbacks(before, ScheduleReason::kNotFusable), 28U);
+  refuse = false;
+  int calls = 0;
+  for (; compiler_.asked == 1 && calls < 1000; ++calls) run(5);
+  EXPECT_EQ(calls, 10 + 3) << "a key is hot at its third look";
+  ASSERT_EQ(compiler_.asked, 2);
+  for (int i = 0; i < 20; ++i) run(5);
+  EXPECT_EQ(stats().fused_calls - before.fused_calls, 21U);
+}
+
+// Hooks that come and go at ever new places would make ever new groups.
+TEST_F(FusedRuns, WaysToCutAGraphAreLimited) {
+  const Stats before = stats();
+  constexpr int kNodes = 40;
+  expect_as_stock(
+      [](Record& record) {
+        for (int hooked = 0; hooked < kNodes; ++hooked) {
+          const at::Tensor x = leaf();
+          at::Tensor y = x;
+          for (int k = 0; k < kNodes; ++k) {
+            y = y.neg();
+            if (k == hooked) log_hook(record, "hooked", y);
+          }
+          y.sum().backward();
+          record.tensor("x", x.grad());
+        }
+      },
+      1);
+  EXPECT_EQ(stats().fused_calls - before.fused_calls, 32U);
   EXPECT_EQ(fallbacks(stats(), ScheduleReason::kTooManyKeys) - fallbacks(before, ScheduleReason::kTooManyKeys), 8U);
 }
 

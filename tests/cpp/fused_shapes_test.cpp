@@ -246,16 +246,18 @@ TEST(GroupShapes, ARefusedExactVersionIsStillFound) {
   EXPECT_EQ(shapes.find_or_add(Numbers{3}), first);
 }
 
-TEST(GroupShapes, NothingIsMadeFromOpenSizesOfZeroOrOne) {
+TEST(GroupShapes, SizesOfZeroAndOneGetVersionsOfTheirOwn) {
   for (const int64_t special : {0, 1}) {
     const GroupShapes shapes;
     const auto* first = shapes.find_or_add(Numbers{5, 6});
-    EXPECT_EQ(shapes.find_or_add(Numbers{special, 6}), nullptr);
-    EXPECT_EQ(shapes.size(), 1U);
+    const auto* own = shapes.find_or_add(Numbers{special, 6});
+    ASSERT_NE(own, nullptr);
+    EXPECT_TRUE(own->open.empty());
     const auto* open = shapes.find_or_add(Numbers{2, 6});
     ASSERT_NE(open, nullptr);
     EXPECT_EQ(open->open, (Bits{true, false}));
     EXPECT_EQ(shapes.find(Numbers{5, 6}), first);
+    EXPECT_EQ(shapes.find(Numbers{special, 6}), own);
   }
 }
 

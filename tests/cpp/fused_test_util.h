@@ -260,6 +260,16 @@ class ReplayPlan : public GroupPlan {
 // What a test's compiler does with a request is up to the test; by default it makes a plan at once.
 class TestCompiler final : public GroupCompiler {
  public:
+  struct Change {
+    std::string node;
+    bool sizes;
+    bool operator==(const Change&) const = default;
+  };
+  void report_change(Node* node, bool sizes) noexcept override {
+    changes.push_back({node != nullptr ? node->name() : "", sizes});
+  }
+  std::vector<Change> changes;
+
   // Set these while no call runs.
   std::function<bool(const GroupRequest&)> instead;  // the whole of make()
   std::function<std::shared_ptr<const GroupPlan>(std::shared_ptr<const GroupPlan>)> wrap;

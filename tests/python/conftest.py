@@ -16,6 +16,9 @@ if "RETROGRAD_CACHE_DIR" not in os.environ:
     os.environ["RETROGRAD_CACHE_DIR"] = tempfile.mkdtemp(prefix="retrograd-tests-")
     atexit.register(shutil.rmtree, os.environ["RETROGRAD_CACHE_DIR"], ignore_errors=True)
 
+# Tests that name no backend are about the engine, whose gradients are compared bit for bit.
+os.environ["RETROGRAD_BACKEND"] = "schedule"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def installed() -> Iterator[None]:

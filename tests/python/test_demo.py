@@ -16,16 +16,29 @@ def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_short_run_of_both_jobs(tmp_path: Path) -> None:
-    done = demo("--steps", "4", "--output", "curves.png", cwd=tmp_path)
+def rows_of(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
     assert done.returncode == 0, done.stderr
-    rows = {words[0]: words for words in map(str.split, done.stdout.splitlines()) if words}
-    same, hits, misses, nested = rows["digits"][4:]
-    assert (same, nested) == ("yes", "0")
-    assert int(hits) + int(misses) == 8 * 4  # eight threads; those that come while the plan is being made miss too
-    assert int(hits) > int(misses) > 0
-    assert rows["text"][4:] == ["yes", "18", "2", "16"]  # one outer and four nested calls a step, of two structures
+    return {words[0]: words for words in map(str.split, done.stdout.splitlines()) if words}
+
+
+def test_short_run_of_both_jobs(tmp_path: Path) -> None:
+    rows = rows_of(demo("--steps", "4", "--backend", "schedule", "--output", "curves.png", cwd=tmp_path))
+    losses, fused, schedule, misses, nested = rows["digits"][4:]
+    assert (losses, fused, nested) == ("identical", "0", "0")
+    assert int(schedule) == 8 * 4
+    assert 0 < int(misses) < 8 * 4  # eight threads; those that come while the plan is being made miss too
+    # One outer and four nested calls a step, of two structures.
+    assert rows["text"][4:] == ["identical", "0", "20", "2", "16"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fused_plans(tmp_path: Path) -> None:
+    done = demo("--steps", "4", "--job", "digits", cwd=tmp_path)
+    rows = rows_of(done)
+    losses, *counts = rows["digits"][4:]
+    assert counts == [str(8 * 4), "0", "0", "0"]
+    assert losses == "identical" or float(losses) < 1e-3
+    assert "1 plans compiled" in done.stdout or "1 found in the plan store" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -632,3 +633,56 @@ def test_saved_tensors_die_with_the_call() -> None:
         ours = peak(retrograd.enable("inductor", mode="blocking"))
     assert ran.fused == 2, ran
     assert ours <= 1.1 * stock + 4096, (ours, stock)
+
+
+def powers(exponents: Iterable[float]) -> None:
+    with retrograd.enable("inductor", mode="blocking"):
+        for exponent in exponents:
+            x = torch.full((3,), 2.0, requires_grad=True)
+            (x.sin() ** exponent).cos().sum().backward()
+
+
+def test_a_constant_that_keeps_changing_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    retrograd.cache_clear()
+    with counting_fused() as ran:
+        powers(1.5 + i for i in range(20))
+    assert ran.recordings == 8 and ran.fused == 8 and ran.fallbacks == {"too_many_keys": 12}, ran
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "constants of PowBackward0 (exponent=10.5)" in warning
+    assert warning.endswith("pass a value that changes as a tensor.")
+
+
+def test_sizes_that_keep_changing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    retrograd.cache_clear()
+    with counting_fused() as ran, retrograd.enable("inductor", mode="blocking"):
+        for i in range(12):
+            sizes = [2 if k == i else 1 for k in range(12)]
+            x = torch.ones(sizes, requires_grad=True)
+            (x.sin() * 2).cos().sum().backward()
+    assert ran.recordings == 8 and ran.fallbacks == {"too_many_keys": 4}, ran
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "several sizes of tensors at" in warning and warning.endswith("pad to a few sizes.")
+
+
+def test_the_default_backend_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RETROGRAD_BACKEND")
+    retrograd.cache_clear()
+    net = net_of(4)
+    for on in (retrograd.enable, retrograd.set_default):
+        scope = on(mode="blocking")
+        with scope or contextlib.nullcontext(), counting_fused() as ran:
+            one_step(net, 0)
+        assert ran.fused == 1, ran
+
+
+def test_the_environment_names_the_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = net_of(4)
+    with retrograd.enable(mode="blocking"), counting_fused() as ran:  # "schedule", see conftest.py
+        one_step(net, 0)
+    assert ran.schedule == 1 and not ran.fallbacks, ran
+    with retrograd.enable("inductor", mode="blocking"), counting_fused() as ran:
+        one_step(net, 0)
+    assert ran.fused == 1, ran
+    monkeypatch.setenv("RETROGRAD_BACKEND", "fast")
+    with pytest.raises(ValueError, match="RETROGRAD_BACKEND must be 'inductor' or 'schedule', not 'fast'"):
+        retrograd.enable()

@@ -23,7 +23,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--job", choices=["digits", "text", "all"], default="all", help="which job (default: all)")
     parser.add_argument("--steps", type=_positive, help="steps of each job on each engine (default: the job's own)")
-    parser.add_argument("--backend", choices=["schedule"], default="schedule", help="what runs a cached backward")
+    parser.add_argument(
+        "--backend", choices=["inductor", "schedule"], default="inductor", help="what runs a cached backward"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -51,7 +53,7 @@ def _cannot_write(path: Path, error: OSError) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the chosen jobs; 0 when the losses agree and retrograd ran every backward call."""
+    """Run the chosen jobs; 0 when the losses agree and retrograd ran every backward call, compiled if asked to."""
     arguments = _arguments(argv)
     try:
         with arguments.output.open("ab"):  # now, not after the training

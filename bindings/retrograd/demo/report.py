@@ -20,10 +20,17 @@ EnterEngine = Callable[[], contextlib.AbstractContextManager[Any]]
 
 ROUNDS = 20
 
+# Fused plans round in other places than the stock engine's kernels, and training multiplies any difference, so losses are
+# compared over the first steps only.
+COMPARED_STEPS = 20
+TOLERANCE = 1e-3
+
 LEGEND = """\
 steps/s: optimizer steps a second, forward and optimizer included, over all models of a job; the ratio is retrograd's
-over the stock engine's, and noisy for short runs. hits and misses: backward calls that found their plan, and that had
-to make it. nested calls: backward calls inside another one, here by reentrant checkpoint."""
+over the stock engine's, and noisy for short runs. losses: identical in every bit, or how far apart at most, relative,
+in the first 20 steps. fused and schedule: backward calls that ran compiled plans, and that ran the graph's own nodes.
+misses: calls that had to make their plan, or ran without one. nested: backward calls inside another one, here by
+reentrant checkpoint."""
 
 
 class Trainer(Protocol):
@@ -68,6 +75,7 @@ class Comparison:
     title: str
     stock: Side
     ours: Side
+    backend: str
     stats: dict[str, Any]
     expected_calls: int
     expected_nested: int
@@ -78,14 +86,26 @@ class Comparison:
         """Whether every loss of every step is equal bit for bit."""
         return self.stock.losses == self.ours.losses
 
+    @property
+    def distance(self) -> float:
+        """The largest relative difference between losses in the first steps."""
+        pairs = zip(self.stock.losses, self.ours.losses, strict=True)
+        return max(abs(x - y) / abs(x) for a, b in pairs for x, y in zip(a[:COMPARED_STEPS], b, strict=False))
+
     def problem(self) -> str | None:
         """Give a sentence about what went wrong, or None."""
-        calls = self.stats["calls"]["schedule"]
-        if not self.same_losses:
+        calls = self.stats["calls"]["schedule"] + self.stats["calls"]["fused"]
+        if self.distance > (TOLERANCE if self.backend == "inductor" else 0.0):
             model, step = _first_difference(self.stock.losses, self.ours.losses)
             return (
                 f"{self.job}: the losses differ from the stock engine's, first at step {step} of model {model}; "
                 "please report this as a bug."
+            )
+        if self.backend == "inductor" and self.stats["calls"]["fused"] < self.expected_calls:
+            reasons = {k: v for k, v in self.stats["schedule_reasons"].items() if v}
+            return (
+                f"{self.job}: {self.stats['calls']['fused']} of {self.expected_calls} backward calls ran compiled plans; "
+                f"the others did not, reasons: {reasons or 'none given'}."
             )
         if calls < self.expected_calls or self.stats["nested_calls"] < self.expected_nested:
             reasons = {k: v for k, v in self.stats["previous_reasons"].items() if v}
@@ -123,8 +143,10 @@ def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: in
         for i, name in enumerate(sides)
     }
     retrograd.cache_clear()
-    retrograd.reset_stats()
     try:
+        if backend == "inductor":
+            _make_plans(job, make_trainer)
+        retrograd.reset_stats()
         rounds = min(ROUNDS, steps)
         for i in range(rounds):
             count = steps * (i + 1) // rounds - steps * i // rounds
@@ -144,6 +166,7 @@ def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: in
             title=title,
             stock=sides["stock"],
             ours=sides["retrograd"],
+            backend=backend,
             stats=stats,
             expected_calls=steps * trainer.backward_calls_per_step,
             expected_nested=steps * trainer.nested_calls_per_step,
@@ -154,6 +177,26 @@ def compare(job: str, title: str, make_trainer: Callable[[], Trainer], steps: in
             bar.close()
         for each in trainers.values():
             each.close()
+
+
+def _make_plans(job: str, make_trainer: Callable[[], Trainer]) -> None:
+    """Has the job's plans compiled, or found in the store on disk, by a model that is thrown away."""
+    retrograd.reset_stats()
+    start = time.perf_counter()
+    trainer = make_trainer()
+    try:
+        _timed_round(trainer, 4, "inductor")  # a graph is hot from its third call on
+        retrograd.wait()
+        _timed_round(trainer, 4, "inductor")  # groups that only show once others are there
+        retrograd.wait()
+    finally:
+        trainer.close()
+    made = retrograd.stats()["plans"]
+    print(
+        f"{job}: {made['compiled']} plans compiled, {made['from_store']} found in the plan store, "
+        f"in {time.perf_counter() - start:.1f} s",
+        flush=True,
+    )
 
 
 def _timed_round(trainer: Trainer, steps: int, backend: str | None) -> float:
@@ -176,15 +219,16 @@ def _timed_round(trainer: Trainer, steps: int, backend: str | None) -> float:
 
 def table(comparisons: list[Comparison]) -> str:
     """Give the closing table as plain text."""
-    head = ["job", "steps/s stock", "steps/s retrograd", "ratio", "same losses", "hits", "misses", "nested calls"]
+    head = ["job", "steps/s stock", "steps/s retrograd", "ratio", "losses", "fused", "schedule", "misses", "nested"]
     rows = [
         [
             c.job,
             f"{c.stock.steps_per_second:.1f}",
             f"{c.ours.steps_per_second:.1f}",
             f"{c.ours.steps_per_second / c.stock.steps_per_second:.2f}",
-            "yes" if c.same_losses else "NO",
-            str(c.stats["hits"]),
+            "identical" if c.same_losses else f"{c.distance:.0e}",
+            str(c.stats["calls"]["fused"]),
+            str(c.stats["calls"]["schedule"]),
             str(c.stats["misses"]),
             str(c.stats["nested_calls"]),
         ]

@@ -1,0 +1,120 @@
+"""explain(): what it says is what the next call does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fused_oracle import counting_fused
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import retrograd
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RETROGRAD_LOWERING", "eager")
+    retrograd.cache_clear()
+    yield
+
+
+def loss_of(net: nn.Module) -> torch.Tensor:
+    return net(torch.ones(3, 6)).pow(2).sum()
+
+
+def net_of(width: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def test_before_while_and_after_plans_are_made() -> None:
+    net = net_of()
+    with retrograd.enable("inductor"):
+        said = retrograd.explain(loss_of(net))
+        assert (said.path, said.known, len(said.groups)) == ("schedule", False, 1)
+        assert said.groups[0].state == "cold" and said.groups[0].plans == 0
+        assert retrograd.explain(loss_of(net)).known
+        for _ in range(3):
+            loss_of(net).backward()
+        assert retrograd.wait(60)
+        loss = loss_of(net)
+        said = retrograd.explain(loss)
+        assert (said.path, said.groups[0].state, said.groups[0].plans) == ("fused", "ready", 1)
+        with counting_fused() as ran:
+            loss.backward()
+        assert ran.fused == 1
+    assert sorted(said.groups[0].nodes) == sorted(
+        ["SumBackward0", "PowBackward0", "TanhBackward0", *2 * ["AddmmBackward0", "TBackward0"]]
+    )
+    assert said.alone == {"kind": 4}  # the leaves
+    assert len(said.nodes) == 7 + 4
+
+
+def test_sizes_left_open_are_told() -> None:
+    net = net_of()
+    with retrograd.enable("inductor", mode="blocking"):
+        for batch in (3, 4, 5):
+            net(torch.ones(batch, 6)).pow(2).sum().backward()
+        said = retrograd.explain(loss_of(net))
+    assert (said.groups[0].plans, said.groups[0].dynamic_plans) == (2, 1)
+    assert "2 plans, 1 with open sizes" in str(said)
+
+
+def test_nodes_that_run_by_themselves() -> None:
+    net = net_of()
+    x = torch.ones(3, 6, requires_grad=True)
+    y = net(checkpoint(net[0], x, use_reentrant=True))
+    y.register_hook(lambda grad: None)
+    with retrograd.enable("inductor"):
+        said = retrograd.explain(y.pow(2).sum())
+    assert said.alone["user_code"] == 2
+    assert "alone: 2 nodes, it runs Python or custom C++ code, or has hooks" in str(said)
+
+
+def test_each_path() -> None:
+    net = net_of()
+    assert (retrograd.explain(loss_of(net)).path, retrograd.explain(loss_of(net)).reason) == ("previous", "not_enabled")
+    with retrograd.enable("schedule"):
+        assert retrograd.explain(loss_of(net)).path == "schedule"
+    with retrograd.enable(lambda graph: graph):
+        assert retrograd.explain(loss_of(net)).path == "callable"
+    with retrograd.enable(), torch.autograd.detect_anomaly(check_nan=False):
+        said = retrograd.explain(loss_of(net))
+    assert (said.path, said.reason) == ("previous", "anomaly_mode")
+    assert str(said).splitlines()[0] == f"{len(said.nodes)} nodes; would run on: previous (anomaly_mode)"
+
+
+def test_runs_nothing_and_leaves_the_graph() -> None:
+    net = net_of()
+    ran = []
+    loss = loss_of(net)
+    loss.register_hook(lambda grad: ran.append("hook"))
+    with counting_fused() as counts:
+        retrograd.explain(loss)
+        retrograd.explain(loss, loss * 2, inputs=[net[0].weight])
+    assert ran == [] and counts.fused + counts.schedule + counts.previous == 0
+    assert net[0].weight.grad is None
+    loss.backward()
+    assert ran == ["hook"] and net[0].weight.grad is not None
+
+
+def test_inputs_leave_nodes_out() -> None:
+    net = net_of()
+    with retrograd.enable("inductor"):
+        said = retrograd.explain(loss_of(net), inputs=[net[2].weight])
+    assert sorted(said.groups[0].nodes) == sorted(["SumBackward0", "PowBackward0", "AddmmBackward0", "TBackward0"])
+    assert said.alone == {"kind": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ((), RuntimeError, "needs a tensor that backward would be called of"),
+        ((3,), TypeError, "takes tensors, not int"),
+        ((torch.ones(2),), RuntimeError, "has no backward graph"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[object, ...], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        retrograd.explain(*arguments)  # type: ignore[arg-type]
