@@ -62,29 +62,35 @@ ThreadSettings& thread_settings() {
   return settings;
 }
 
-// A choice as Python names it: backend, compiler or None, dynamic, when to compile. A setting: the mode before it.
-using PythonChoice = std::tuple<int, std::shared_ptr<Compiler>, bool, int>;
-using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool, int>;
+// A choice as Python names it: backend, compiler or None, dynamic, when to compile, parallel. A setting: the mode
+// before it.
+using PythonChoice = std::tuple<int, std::shared_ptr<Compiler>, bool, int, bool>;
+using PythonSetting = std::tuple<int, int, std::shared_ptr<Compiler>, bool, int, bool>;
 
 retrograd::Options options_of(const PythonChoice& choice) {
-  const auto& [backend, compiler, dynamic, mode] = choice;
+  const auto& [backend, compiler, dynamic, mode, parallel] = choice;
   return retrograd::Options()
       .backend(static_cast<retrograd::Backend>(backend))
       .mode(static_cast<retrograd::Mode>(mode))
+      .parallel(parallel)
       .compiler(compiler != nullptr ? compiler->number() : 0, dynamic);
 }
 
 void set_setting(PythonSetting s) {
-  auto& [mode, backend, compiler, dynamic, when] = s;
+  auto& [mode, backend, compiler, dynamic, when, parallel] = s;
   retrograd::thread_context().setting = {static_cast<Setting::Mode>(mode),
-                                         options_of({backend, compiler, dynamic, when})};
+                                         options_of({backend, compiler, dynamic, when, parallel})};
   thread_settings().compiler.swap(compiler);
 }
 
 PythonSetting as_python(const Setting& setting) {
   const auto& options = setting.options;
-  return {static_cast<int>(setting.mode), static_cast<int>(options.backend()),
-          retrograd::bindings::find_compiler(options.compiler()), options.dynamic(), static_cast<int>(options.mode())};
+  return {static_cast<int>(setting.mode),
+          static_cast<int>(options.backend()),
+          retrograd::bindings::find_compiler(options.compiler()),
+          options.dynamic(),
+          static_cast<int>(options.mode()),
+          options.parallel()};
 }
 
 void enter_setting(PythonSetting setting) {
@@ -148,7 +154,8 @@ py::dict stats() {
       "recordings"_a = s.recordings, "plans"_a = py::dict("compiled"_a = s.plans, "from_store"_a = s.plans_from_store),
       "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
       "schedule_reasons"_a = by_name<retrograd::ScheduleReason>(s.schedule_reasons), "captures"_a = s.captures,
-      "hits"_a = s.hits, "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
+      "parallel_calls"_a = s.parallel_calls, "hits"_a = s.hits, "misses"_a = s.misses,
+      "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
       "seconds"_a = py::dict("walk"_a = s.walk_seconds, "lookup"_a = s.lookup_seconds, "run"_a = s.run_seconds),
       "cache"_a = py::dict("leaves"_a = s.cache_leaves, "nodes"_a = s.cache_nodes, "evictions"_a = s.cache_evictions));
 }

@@ -39,8 +39,12 @@ class HostBuffers {
   const at::Tensor& peek(size_t step, uint32_t input_nr) { return room(step)[input_nr]; }
 
   void add(const EdgeShape& edge, at::Tensor&& gradient, const Placement&, Node& target) {
-    variable_list& buffer = room(edge.step);
-    at::Tensor& waiting = buffer[edge.input_nr];
+    accumulate(room(edge.step), edge.input_nr, std::move(gradient), target);
+  }
+
+  // Into `buffer`, the inputs of `target`.
+  static void accumulate(variable_list& buffer, uint32_t input_nr, at::Tensor&& gradient, Node& target) {
+    at::Tensor& waiting = buffer[input_nr];
     if (!waiting.defined()) {
       waiting = std::move(gradient);
       return;
@@ -48,7 +52,7 @@ class HostBuffers {
     // libtorch's own accumulation, so that its rules (in place only into a tensor nobody else can see, sparse plus
     // dense, subclasses, grad mode) are followed to the letter.
     torch::autograd::InputBuffer stock(std::move(buffer));
-    stock.add(edge.input_nr, std::move(gradient), std::nullopt, std::nullopt, &target);
+    stock.add(input_nr, std::move(gradient), std::nullopt, std::nullopt, &target);
     buffer = std::move(stock.buffer);
   }
 

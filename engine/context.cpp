@@ -18,12 +18,14 @@ using detail::Setting;
 uint64_t pack(Setting setting) noexcept {
   return (uint64_t{setting.options.compiler()} << 32U) | (static_cast<uint64_t>(setting.options.mode()) << 24U) |
          (static_cast<uint64_t>(setting.options.dynamic() ? 1 : 0) << 16U) |
+         (static_cast<uint64_t>(setting.options.parallel() ? 1 : 0) << 17U) |
          (static_cast<uint64_t>(setting.options.backend()) << 8U) | static_cast<uint64_t>(setting.mode);
 }
 Setting unpack(uint64_t word) noexcept {
   Setting setting{static_cast<Setting::Mode>(word & 0xFFU), Options()};
   setting.options.backend(static_cast<Backend>((word >> 8U) & 0xFFU))
       .mode(static_cast<Mode>((word >> 24U) & 0xFFU))
+      .parallel(((word >> 17U) & 1U) != 0)
       .compiler(static_cast<uint32_t>(word >> 32U), ((word >> 16U) & 1U) != 0);
   return setting;
 }

@@ -22,6 +22,7 @@ void register_fork_handlers() {
           fork_part::install_after();
           fork_part::plan_cache_after_in_child();
           fork_part::retained_after_in_child();
+          fork_part::helpers_after_in_child();
         });
   });
 }

@@ -15,6 +15,7 @@ void install_before();
 void install_after();
 void plan_cache_after_in_child();
 void retained_after_in_child();
+void helpers_after_in_child();
 }  // namespace fork_part
 
 }  // namespace retrograd

@@ -13,6 +13,7 @@
 #include "engine/group_site.h"
 #include "engine/node_kind.h"
 #include "engine/partition.h"
+#include "engine/starved.h"
 #include "engine/stats.h"
 #include "engine/step_runner.h"
 #include "engine/stored_plans.h"
@@ -92,7 +93,8 @@ class FusedRun {
         cut_(cut),
         buffers_(shape_, run),
         steps_(*call.schedule, run, buffers_),
-        done_(shape_.steps.size(), false) {}
+        done_(shape_.steps.size(), false),
+        starved_(shape_) {}
   ~FusedRun() {
     run_.frame.current_node = nullptr;
     spare_key() = std::move(key_);
@@ -121,7 +123,7 @@ class FusedRun {
         break;
       }
     }
-    check_end();
+    starved_.check_end();
   }
 
   void count() const {
@@ -134,44 +136,16 @@ class FusedRun {
 
   void run_step(uint32_t k) {
     done_[k] = true;
-    if (C10_UNLIKELY(!starved_.empty()) && starved_[k]) {
-      starve_targets(k, 0);
+    if (C10_UNLIKELY(starved_.contains(k))) {
+      starved_.pass_on(k);
       return;
     }
     try {
-      steps_.run(k, [&](size_t count) {
-        if (C10_UNLIKELY(count != shape_.steps[k].num_edges && shape_.steps[k].needed)) {
-          starving_.emplace_back(k, count);
-          starve_targets(k, count);
-        }
-      });
+      steps_.run(k, [&](size_t count) { starved_.cut(k, count); });
     } catch (...) {
       // What the stock engine would have done before: a node that may join a group can be ahead of its turn.
       run_up_to(k);
       throw;
-    }
-  }
-
-  // A post-hook returned fewer gradients than the step has edges: the steps at the others never come.
-  void starve_targets(uint32_t k, size_t first) {
-    if (starved_.empty()) starved_.resize(shape_.steps.size(), false);
-    for (const EdgeShape& edge : shape_.edges_of(shape_.steps[k]).subspan(first)) {
-      if (edge.step != kNoStep) starved_[edge.step] = true;
-    }
-  }
-
-  // The stock engine's error if a step that never came had been sent something.
-  void check_end() const {
-    for (size_t k = 0; !starved_.empty() && k < shape_.steps.size(); ++k) {
-      const StepShape& step = shape_.steps[k];
-      if (starved_[k] || !step.needed) continue;
-      auto edges = shape_.edges_of(step);
-      for (const auto& [starving, count] : starving_) {
-        if (starving == k) edges = edges.first(count);
-      }
-      for (const EdgeShape& edge : edges) {
-        TORCH_CHECK(edge.step == kNoStep || !starved_[edge.step], "could not compute gradients for some functions");
-      }
     }
   }
 
@@ -188,7 +162,7 @@ class FusedRun {
   bool run_group(uint32_t g) {
     const Group& group = cut_.partition.groups[g];
     GroupSite& site = cut_.sites[g];
-    if (!starved_.empty()) {
+    if (starved_.any()) {
       run_members(group);
       return true;
     }
@@ -411,12 +385,11 @@ class FusedRun {
   HostBuffers buffers_;
   WrappedTensors wrapped_;
   StepRunner<HostBuffers> steps_;
-  std::vector<bool> done_;                             // by step
-  std::vector<bool> starved_;                          // by step; empty in all but the strangest calls
-  std::vector<std::pair<uint32_t, size_t>> starving_;  // steps that sent less than they have edges, and how much
-  std::vector<Node*> members_, targets_;               // of the group at hand
-  std::optional<GroupInputs> inputs_;                  // of the group at hand
-  GroupKey key_ = std::exchange(spare_key(), {});      // of the group at hand
+  std::vector<bool> done_;  // by step
+  StarvedSteps starved_;
+  std::vector<Node*> members_, targets_;           // of the group at hand
+  std::optional<GroupInputs> inputs_;              // of the group at hand
+  GroupKey key_ = std::exchange(spare_key(), {});  // of the group at hand
   size_t compiled_groups_ = 0;
   ScheduleReason reason_ = ScheduleReason::kNotFusable;
 };

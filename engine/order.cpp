@@ -12,12 +12,6 @@ bool comes_later(const ReadyHeap::Task& a, const ReadyHeap::Task& b) {
   return a.depth == b.depth ? a.sequence_nr < b.sequence_nr : a.depth < b.depth;
 }
 
-void starve(std::span<const EdgeShape> edges, std::vector<bool>& starved) {
-  for (const EdgeShape& edge : edges) {
-    if (edge.step != kNoStep) starved[edge.step] = true;
-  }
-}
-
 }  // namespace
 
 void ReadyHeap::push(const Task& task) {
@@ -33,28 +27,19 @@ ReadyHeap::Task ReadyHeap::pop() {
 }
 
 Order::Order(const GraphShape& shape, std::span<Node* const> nodes, uint64_t depth, ReadyHeap& heap)
-    : shape_(shape), nodes_(nodes), depth_(depth), heap_(heap) {
+    : shape_(shape), nodes_(nodes), depth_(depth), heap_(heap), starved_(shape) {
   if (!heap.empty()) go_live();
 }
 
 uint32_t Order::next_in_rare_cases() {
   if (live_) return next_on_heap();
-  while (done_ < shape_.steps.size() && starved_[done_]) {
-    starve(shape_.edges_of(shape_.steps[done_++]), starved_);  // it passes nothing on either
-  }
+  while (done_ < shape_.steps.size() && starved_.contains(done_)) starved_.pass_on(done_++);
   return done_ < shape_.steps.size() ? done_++ : kNoStep;
 }
 
 void Order::followed_in_rare_cases(size_t count) {
-  const auto edges = shape_.edges_of(shape_.steps[current_]);
-  if (count < edges.size()) {
-    // A node that is captured but not needed follows no edge, and none leads to a step because of it alone.
-    if (!shape_.steps[current_].needed) return;
-    cut_.emplace_back(current_, count);
-    starved_.resize(shape_.steps.size(), false);
-    starve(edges.subspan(count), starved_);
-  }
-  if (live_) follow(edges.first(count));
+  starved_.cut(current_, count);
+  if (live_) follow(starved_.followed_edges(current_));
 }
 
 void Order::go_live() {
@@ -74,32 +59,8 @@ void Order::go_live() {
   if (current_ == kNoStep) return;
   for (uint32_t step = next_on_heap(); step != current_; step = next_on_heap()) {
     TORCH_INTERNAL_ASSERT(step != kNoStep, "retrograd: a schedule's order is not its heap's order");
-    follow(followed_edges(step));
+    follow(starved_.followed_edges(step));
   }
-}
-
-void Order::check_end() const {
-  if (C10_LIKELY(starved_.empty())) return;
-  std::vector<bool> starved = starved_;
-  for (uint32_t step = 0; step < shape_.steps.size(); ++step) {  // edges lead to later steps only
-    if (starved[step]) starve(shape_.edges_of(shape_.steps[step]), starved);
-  }
-  for (uint32_t step = 0; step < shape_.steps.size(); ++step) {
-    if (starved[step]) continue;
-    for (const EdgeShape& edge : followed_edges(step)) {
-      TORCH_CHECK(edge.step == kNoStep || !starved[edge.step], "could not compute gradients for some functions");
-    }
-  }
-}
-
-std::span<const EdgeShape> Order::followed_edges(uint32_t step) const {
-  const StepShape& shape = shape_.steps[step];
-  const auto edges = shape_.edges_of(shape);
-  if (!shape.needed) return {};
-  for (const auto& [cut_step, count] : cut_) {
-    if (cut_step == step) return edges.first(count);
-  }
-  return edges;
 }
 
 void Order::make_ready(uint32_t step) {

@@ -16,6 +16,7 @@
 
 #include <c10/macros/Macros.h>
 
+#include "engine/starved.h"
 #include "engine/walk.h"
 
 namespace retrograd {
@@ -56,7 +57,7 @@ class Order {
   // The step to run next, or kNoStep when all that can run have run. A step that a post-hook left without one of its
   // gradients never comes.
   uint32_t next() {
-    if (C10_LIKELY(!live_ && starved_.empty())) return current_ = done_ < shape_.steps.size() ? done_++ : kNoStep;
+    if (C10_LIKELY(!live_ && !starved_.any())) return current_ = done_ < shape_.steps.size() ? done_++ : kNoStep;
     return current_ = next_in_rare_cases();
   }
 
@@ -71,12 +72,11 @@ class Order {
   void go_live();
 
   // After the last step: throws the stock engine's error if a step that never came had been sent something.
-  void check_end() const;
+  void check_end() const { starved_.check_end(); }
 
  private:
   uint32_t next_in_rare_cases();
   void followed_in_rare_cases(size_t count);
-  std::span<const EdgeShape> followed_edges(uint32_t step) const;
   void make_ready(uint32_t step);
   void follow(std::span<const EdgeShape> edges);  // on the heap
   uint32_t next_on_heap();
@@ -91,10 +91,7 @@ class Order {
   uint32_t done_ = 0;  // in schedule order: steps before this one were given or are starved
   bool live_ = false;
 
-  // Steps that followed fewer edges than they have, and how many; and the steps that therefore never come. Both are
-  // empty in all but the strangest calls.
-  std::vector<std::pair<uint32_t, size_t>> cut_;
-  std::vector<bool> starved_;
+  StarvedSteps starved_;
 
   // Live only.
   std::vector<uint32_t> waiting_for_;  // by step: edges that have yet to be followed

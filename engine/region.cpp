@@ -71,6 +71,8 @@ class BackwardRegion final : public Node {
                           .root_gradients = call_.single_root ? &call_.gradients : nullptr,
                           .keep_graph = call_.keep_graph,
                           .use_streams = call_.use_streams,
+                          .parallel = call_.setting.options.parallel() && !call_.use_streams && !call_.create_graph &&
+                                      call_.outputs.empty() && !saved_tensor_hooks_exist(),
                           .task = task,
                           .describe_task = describe_task,
                           .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),

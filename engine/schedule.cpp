@@ -5,6 +5,7 @@
 
 #include "engine/buffers.h"
 #include "engine/order.h"
+#include "engine/stats.h"
 #include "engine/step_runner.h"
 
 namespace retrograd {
@@ -117,7 +118,28 @@ bool Schedule::bind(Node& root, std::vector<Node*>& nodes) const {
   return true;
 }
 
+const Joints& Schedule::joints() const {
+  std::call_once(joints_once_, [this] { joints_ = std::make_unique<const Joints>(shape_); });
+  return *joints_;
+}
+
 void Schedule::run(const ScheduleRun& call) const {
+  if (C10_LIKELY(!call.parallel)) {
+    run_one_by_one(call);
+    return;
+  }
+  const bool parallel = always_parallel() || pace_.choose_parallel();
+  const auto start = std::chrono::steady_clock::now();
+  if (parallel) {
+    thread_stats().parallel_calls.add(1);
+    run_parallel(*this, joints(), call);
+  } else {
+    run_one_by_one(call);
+  }
+  pace_.note(parallel, std::chrono::steady_clock::now() - start);
+}
+
+void Schedule::run_one_by_one(const ScheduleRun& call) const {
   if (C10_UNLIKELY(call.use_streams)) {
     StreamBuffers buffers(shape_, call);
     run_steps(call, buffers);

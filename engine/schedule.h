@@ -20,6 +20,7 @@
 #include "cache/path.h"
 #include "engine/context.h"
 #include "engine/node_kind.h"
+#include "engine/parallel.h"
 #include "engine/walk.h"
 
 namespace retrograd {
@@ -30,6 +31,7 @@ struct ScheduleRun {
   const variable_list* root_gradients;  // null when step 0 is a GraphRoot, which holds them
   bool keep_graph;                      // false: saved variables are released as steps finish
   bool use_streams;                     // some node has an accelerator stream
+  bool parallel;                        // independent branches may run at the same time
   torch::autograd::GraphTask& task;     // the stock engine's task that the region runs in
   // Makes the task describe the real graph. Called once, before the first step that runs user code: only user code
   // can ask the task, and a set of all nodes costs as much as many a node. Steps that unpack saved tensors with hooks
@@ -57,11 +59,13 @@ class Schedule {
   // caller walks). Never true for a pruned schedule. Runs no user code.
   bool bind(Node& root, std::vector<Node*>& nodes) const;
 
-  // Runs all steps on the calling thread. Throws what a node or hook throws, at the point where the stock engine
-  // would, with the same effects done before.
+  // Runs all steps. Throws what a node or hook throws, at the point where the stock engine would, with the same effects
+  // done before.
   void run(const ScheduleRun& call) const;
 
  private:
+  const Joints& joints() const;
+  void run_one_by_one(const ScheduleRun& call) const;
   template <class Buffers>
   void run_steps(const ScheduleRun& call, Buffers& buffers) const;
 
@@ -74,6 +78,11 @@ class Schedule {
 
   mutable std::once_flag capture_order_once_;
   mutable std::vector<uint32_t> capture_order_;  // written under capture_order_once_
+
+  // Only for calls that ask for it.
+  mutable std::once_flag joints_once_;
+  mutable std::unique_ptr<const Joints> joints_;  // written under joints_once_
+  mutable Pace pace_;
 
   friend std::unique_ptr<const Schedule> make_schedule(GraphShape shape, std::span<Node* const> nodes);
 };

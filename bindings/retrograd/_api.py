@@ -20,8 +20,9 @@ logger.addHandler(logging.NullHandler())
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# A backend's number, a compiler function or None, whether all sizes are symbolic, and when to compile.
-_Choice = tuple[int, "Callable[..., Any] | None", bool, int]
+# A backend's number, a compiler function or None, whether all sizes are symbolic, when to compile, whether branches may run
+# at the same time.
+_Choice = tuple[int, "Callable[..., Any] | None", bool, int, bool]
 
 _BACKENDS = {"inductor": _C.BACKEND_INDUCTOR, "schedule": _C.BACKEND_SCHEDULE}
 _MODES = {"background": _C.COMPILE_BACKGROUND, "blocking": _C.COMPILE_BLOCKING}
@@ -59,13 +60,13 @@ class _Scope:
         self._choice = choice
 
     def __enter__(self) -> None:
-        backend, compiler_fn, dynamic, when = self._choice
+        backend, compiler_fn, dynamic, when, parallel = self._choice
         if self._mode == _C.MODE_ENABLED:
             _check_installed()
         compiler = None if compiler_fn is None else _compilers.from_function(compiler_fn)
         if compiler is not None:
             _dropin.log_misses_if_asked()
-        _C.enter_setting((self._mode, backend, compiler, dynamic, when))
+        _C.enter_setting((self._mode, backend, compiler, dynamic, when, parallel))
 
     def __exit__(
         self,
@@ -112,6 +113,10 @@ class enable(_Scope):
             waits.
         dynamic: for a function, whether every size in a captured graph is symbolic from the start. Else sizes are
             constants first, and one that is seen to change becomes symbolic, which costs one more capture.
+        parallel: whether independent branches of a graph may run at the same time, on this thread and on oneTBB's. For
+            graphs on the CPU that run as on "schedule", and where it turns out to be faster; `torch.set_num_threads(1)`
+            leaves the cores to it. Results are the same bit for bit, and hooks and custom functions run on the calling
+            thread in the stock engine's order. Not for a function.
 
     Nested calls follow, also those that PyTorch moves to another thread. Other threads are not affected.
 
@@ -122,20 +127,27 @@ class enable(_Scope):
     """
 
     def __init__(
-        self, backend: str | Callable[..., Any] = "default", dynamic: bool | None = None, mode: str | None = None
+        self,
+        backend: str | Callable[..., Any] = "default",
+        dynamic: bool | None = None,
+        mode: str | None = None,
+        parallel: bool = False,
     ) -> None:
-        super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic, mode))
+        super().__init__(_C.MODE_ENABLED, _choice(backend, dynamic, mode, parallel))
 
 
 class disable(_Scope):
     """Runs the calling thread's backward calls on the previous engine; a context manager and a decorator."""
 
     def __init__(self) -> None:
-        super().__init__(_C.MODE_DISABLED, (_C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND))
+        super().__init__(_C.MODE_DISABLED, (_C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND, False))
 
 
 def set_default(
-    backend: str | Callable[..., Any] | None = "default", dynamic: bool | None = None, mode: str | None = None
+    backend: str | Callable[..., Any] | None = "default",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    parallel: bool = False,
 ) -> None:
     """Decides for threads that use neither `enable()` nor `disable()`; None is the previous engine, as at the start.
 
@@ -144,10 +156,10 @@ def set_default(
     if backend is None:
         _C.set_default(None)
         return
-    number, compiler_fn, is_dynamic, when = _choice(backend, dynamic, mode)
+    number, compiler_fn, *others = _choice(backend, dynamic, mode, parallel)
     _check_installed()
     compiler = None if compiler_fn is None else _compilers.from_function(compiler_fn)
-    _C.set_default((number, compiler, is_dynamic, when))
+    _C.set_default((number, compiler, *others))
 
 
 def stats() -> dict[str, Any]:
@@ -161,6 +173,7 @@ def stats() -> dict[str, Any]:
         recordings: groups recorded from a live graph. plans: {"compiled", "from_store"}.
         previous_reasons: why calls ran on the previous engine, by reason; sums to calls["previous"].
         schedule_reasons: why calls of threads that asked for more ran on the schedule, by reason.
+        parallel_calls: of calls["schedule"], those that ran independent branches at the same time.
         captures: graphs captured for compiler functions, failed attempts included.
         hits, misses: calls whose plan was found, and calls that had to make it.
         nested_calls: calls made inside another retrograd call. max_depth: 1 where nothing was nested, 0 before any.
@@ -197,7 +210,7 @@ def _check_installed() -> None:
         raise RuntimeError("retrograd is not installed; call retrograd.install() first.")
 
 
-def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
+def _choice(backend: Any, dynamic: bool | None, mode: str | None, parallel: bool) -> _Choice:
     if isinstance(backend, str) and backend == "default":
         backend = os.environ.get("RETROGRAD_BACKEND", "inductor")
         if backend not in _BACKENDS:
@@ -212,6 +225,8 @@ def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
     when = _MODES[mode or "background"]
     if dynamic is not None and type(dynamic) is not bool:
         raise TypeError(f"dynamic must be True, False or None, not {dynamic!r}.")
+    if type(parallel) is not bool:
+        raise TypeError(f"parallel must be True or False, not {parallel!r}.")
     if isinstance(backend, str):
         if backend not in _BACKENDS:
             known = ", ".join(repr(name) for name in _BACKENDS)
@@ -220,7 +235,11 @@ def _choice(backend: Any, dynamic: bool | None, mode: str | None) -> _Choice:
             raise ValueError(f"dynamic is for compiler functions; backend {backend!r} takes no notice of sizes.")
         if backend == "inductor":
             importlib.import_module("retrograd._fused")  # now, rather than in the first call that records
-        return (_BACKENDS[backend], None, False, when)
+        return (_BACKENDS[backend], None, False, when, parallel)
     if not callable(backend):
         raise TypeError(f"a backend is a name or a compiler function, not {backend!r}.")
-    return (_C.BACKEND_SCHEDULE, backend, bool(dynamic), when)
+    if parallel:
+        raise ValueError(
+            "parallel is for backends that run the graph's nodes; a compiler function makes one of them all."
+        )
+    return (_C.BACKEND_SCHEDULE, backend, bool(dynamic), when, False)

@@ -34,11 +34,11 @@ class _Local(threading.local):
 
 _local = _Local()
 
-_OFF = (_C.MODE_DISABLED, _C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND)
+_OFF = (_C.MODE_DISABLED, _C.BACKEND_SCHEDULE, None, False, _C.COMPILE_BACKGROUND, False)
 
 
 def _on(compiler: Any, dynamic: bool) -> tuple[Any, ...]:
-    return (_C.MODE_ENABLED, _C.BACKEND_SCHEDULE, compiler, dynamic, _C.COMPILE_BACKGROUND)
+    return (_C.MODE_ENABLED, _C.BACKEND_SCHEDULE, compiler, dynamic, _C.COMPILE_BACKGROUND, False)
 
 
 def _compiler_in_force() -> Any:

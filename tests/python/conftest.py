@@ -18,6 +18,8 @@ if "RETROGRAD_CACHE_DIR" not in os.environ:
 
 # Tests that name no backend are about the engine, whose gradients are compared bit for bit.
 os.environ["RETROGRAD_BACKEND"] = "schedule"
+# `parallel=True` then also means graphs that are too small to gain from it.
+os.environ["RETROGRAD_PARALLEL"] = "always"
 
 
 @pytest.fixture(scope="session", autouse=True)

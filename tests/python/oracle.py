@@ -199,6 +199,10 @@ def retrograd_is_usable() -> str:
         return f"next call: {leaf.grad.tolist() if leaf.grad is not None else None}"
 
 
+def on_retrograd() -> contextlib.AbstractContextManager[None]:
+    return retrograd.enable("schedule")
+
+
 def compare(program: Program, *, path: Path = SCHEDULE, always_miss: bool = False) -> Observation:
     """Runs `program` on both engines and returns the stock engine's observation.
 
@@ -207,7 +211,7 @@ def compare(program: Program, *, path: Path = SCHEDULE, always_miss: bool = Fals
     retrograd.cache_clear()
     want = expected = None
     for run in ("stock", "miss", "hit"):
-        with counting() as calls, retrograd.disable() if run == "stock" else retrograd.enable("schedule"):
+        with counting() as calls, retrograd.disable() if run == "stock" else on_retrograd():
             got = observe(program)
         # `retrograd_is_usable` runs one stock call each time.
         calls.previous -= 1

@@ -48,6 +48,15 @@ class Options {
   }
   constexpr Mode mode() const noexcept { return mode_; }
 
+  // Whether independent branches of a graph may run at the same time, on this thread and on the process's oneTBB
+  // threads. For graphs that run on the schedule, on the CPU, where it turns out to be faster. Hooks and custom
+  // functions run on the calling thread, in the stock engine's order, and results are the same bit for bit.
+  constexpr Options& parallel(bool value) noexcept {
+    parallel_ = value;
+    return *this;
+  }
+  constexpr bool parallel() const noexcept { return parallel_; }
+
   // A compiler function in Python, by the number that the Python package gave it; 0: none, backend() counts. With
   // `dynamic`, every size that it sees is symbolic from the start; else only those that were seen to change.
   constexpr Options& compiler(uint32_t number, bool dynamic) noexcept {
@@ -63,6 +72,7 @@ class Options {
   Backend backend_ = Backend::kSchedule;
   Mode mode_ = Mode::kBackground;
   bool dynamic_ = false;
+  bool parallel_ = false;
 };
 
 // Puts retrograd's engine in front of the process's autograd engine. Idempotent. Until a thread opts in with
@@ -160,15 +170,16 @@ struct Stats {
   uint64_t plans_from_store = 0;  // plans found in the plan store
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
   std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons{};  // part of schedule_calls
-  uint64_t captures = 0;      // graphs captured for compiler functions, failed attempts included
-  uint64_t hits = 0;          // calls that found their plan
-  uint64_t misses = 0;        // calls that had to make it
-  uint64_t nested_calls = 0;  // calls made from inside another retrograd call
-  uint64_t max_depth = 0;     // 1: nothing nested; 0: no call yet
-  double walk_seconds = 0;    // finding the order and structure of graphs
-  double lookup_seconds = 0;  // finding or making plans
-  double run_seconds = 0;     // running plans, nested calls included
-  uint64_t cache_leaves = 0;  // state of the cache now, not since the reset
+  uint64_t parallel_calls = 0;  // part of schedule_calls: ran independent branches at the same time
+  uint64_t captures = 0;        // graphs captured for compiler functions, failed attempts included
+  uint64_t hits = 0;            // calls that found their plan
+  uint64_t misses = 0;          // calls that had to make it
+  uint64_t nested_calls = 0;    // calls made from inside another retrograd call
+  uint64_t max_depth = 0;       // 1: nothing nested; 0: no call yet
+  double walk_seconds = 0;      // finding the order and structure of graphs
+  double lookup_seconds = 0;    // finding or making plans
+  double run_seconds = 0;       // running plans, nested calls included
+  uint64_t cache_leaves = 0;    // state of the cache now, not since the reset
   uint64_t cache_nodes = 0;
   uint64_t cache_evictions = 0;
 
