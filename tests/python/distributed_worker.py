@@ -348,7 +348,7 @@ def compare_compiled(make: Program) -> Ran:
 
 
 def refused_captures() -> list[str]:
-    """What a compiler function's backward says of the C++ reducer's hooks: torch's, retrograd's. The graph must live."""
+    """What a compiler function's backward says of the C++ reducer's hooks: torch's, retrograd's. Graphs live on."""
     errors = []
 
     def gradients(attempt: contextlib.AbstractContextManager[None] | None) -> list[Tensor | None]:
