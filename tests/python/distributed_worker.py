@@ -328,22 +328,27 @@ def ran_on(backend: str, name: str, arguments: dict[str, Any]) -> Any:
         return compare_fused(make, **arguments)
     if backend == "function":
         return callable_oracle.compare(make, **arguments).retrograd.calls
-    assert backend == "compiled"
-    return compare_compiled(make)
+    if backend == "compiled":
+        return compare_in(make, ranks=(0, 1), kind=None)
+    assert backend == "one process only"
+    return compare_in(make, ranks=(1,), kind="eager")
 
 
-def compare_compiled(make: Program) -> Ran:
-    """As compare_fused, but that groups are really compiled, and that the second run is the one of interest."""
+def compare_in(make: Program, ranks: tuple[int, ...], kind: str | None) -> Ran:
+    """As compare_fused, but in some processes, the others staying on the stock engine; `kind` is for lowering()."""
     retrograd.cache_clear()
     want, got = Values(), Values()
     with retrograd.disable():
         stock = observe(make, want)
-    with lowering(None), retrograd.enable("inductor", mode="blocking"):
+    joins = dist.get_rank() in ranks
+    with lowering(kind), retrograd.enable("inductor", mode="blocking") if joins else retrograd.disable():
         first = observe(make, Values())
         with counting_fused() as ran:
             second = observe(make, got)
-    assert first_difference(stock, first) is None and first_difference(stock, second) is None
-    check_values(want.tensors, got.tensors, "compiled")
+    for run in (first, second):
+        difference = first_difference(stock, run)
+        assert difference is None, difference
+    check_values(want.tensors, got.tensors)
     return ran
 
 

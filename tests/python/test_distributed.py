@@ -77,7 +77,7 @@ class Processes:
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     started = Processes(tmp_path_factory.mktemp("distributed"))
     yield started
-    started.end(patience=10.0)
+    started.end(patience=60.0)
 
 
 # With the calls of one run, and the groups of a call. A bucket needs no group of its own: the reducer's hooks are on
@@ -145,6 +145,13 @@ def test_fused_on_uneven_inputs(processes: Processes) -> None:
 def test_compiled(processes: Processes) -> None:
     for ran in processes.run("compiled", "comm_hook"):
         assert (ran.fused, ran.compiled, ran.by_node, ran.recordings) == (STEPS, STEPS, 0, 0), ran
+
+
+@pytest.mark.parametrize(("program", "groups"), [("comm_hook", 1), ("reshard_after_forward", 4)])
+def test_one_process_is_fused_and_the_other_not_yet(program: str, groups: int, processes: Processes) -> None:
+    stock, fused = processes.run("one process only", program)
+    assert (stock.fused, stock.schedule, stock.previous) == (0, 0, STEPS + 1), stock  # and observe()'s own call
+    assert (fused.fused, fused.compiled, fused.by_node) == (STEPS, groups * STEPS, 0), fused
 
 
 def test_python_reducer_with_a_compiler_function(processes: Processes) -> None:
