@@ -7,6 +7,7 @@ oracle.py; the two processes' parameters meet in the collectives only.
 import contextlib
 import faulthandler
 import os
+import resource
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import retrograd
 
 STEPS = 4
-SMALL_BUCKETS = 0.0005  # MiB: a weight of Net fills one, its small parameters share some
+SMALL_BUCKETS = 0.0005  # MiB: the largest weight of layers() fills one
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -207,7 +208,9 @@ def uneven_inputs(rec: Recorder) -> None:
 @program
 def python_reducer(rec: Recorder) -> None:
     """How users of torch's compiled autograd have to use DDP: a hook in Python on every parameter."""
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"), torch._inductor.config.patch():
+    # DDP sets both of the latter for good.
+    inductor = torch._inductor.config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"), inductor:
         train(rec, DistributedDataParallel(nn.Sequential(*layers())))
 
 
@@ -381,6 +384,7 @@ def refused_captures() -> list[str]:
 def serve(rank: int, store: str, pipe: Connection) -> None:
     """Runs what comes through the pipe, (backend, program, arguments), and answers with (error's text, what it did)."""
     faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what does not end is aborted
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.set_warn_always(True)
