@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -168,6 +169,30 @@ def find_unused_parameters(rec: Recorder) -> None:
 def parameters_that_get_no_gradient(rec: Recorder) -> None:
     with rec.catch():
         train(rec, ddp(rec, Branches()))
+
+
+@program
+def growing_batches(rec: Recorder) -> None:
+    def larger(net: nn.Module, step: int) -> Tensor:
+        return F.mse_loss(net(torch.randn(4 + step, 8)), torch.randn(4 + step, 4))
+
+    train(rec, ddp(rec, nn.Sequential(*layers())), larger)
+
+
+@program
+def hook_that_raises(rec: Recorder) -> None:
+    net = ddp(rec, nn.Sequential(*layers()))
+    steps = iter(range(STEPS))
+
+    def fail_once(ignored: Tensor) -> None:
+        if next(steps) == 1:
+            raise LookupError("in the hook")
+
+    net.module[3].weight.register_hook(fail_once)
+    for step in range(3):
+        with rec.catch():
+            mse(net, step).backward()
+        tell(rec, net)
 
 
 class Checkpointed(nn.Module):
@@ -316,6 +341,15 @@ def frozen_block(rec: Recorder) -> None:
 def sharded_checkpoints(rec: Recorder) -> None:
     for use_reentrant in (False, True):
         shard_and_train(rec, Residual(use_reentrant))
+
+
+@program
+def tensor_parallel(rec: Recorder) -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(6, 8)  # the same in both processes
+    train(rec, net, lambda net, step: net(x).pow(2).mean())
 
 
 # The process --------------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ DDP = {
     "no_sync": (4 * STEPS, 1),
     "find_unused_parameters": (STEPS, 1),
     "parameters_that_get_no_gradient": (1, 1),
+    "growing_batches": (STEPS, 1),
+    "hook_that_raises": (2, 1),
     "checkpoints": (STEPS, 1),
     "reentrant_checkpoints": (4 * STEPS, 1),
 }
@@ -110,7 +112,7 @@ def check_program(program: str, log: list[str]) -> None:
     buckets = [place for place, line in enumerate(log) if line.startswith("bucket ")]
     if program == "small_buckets":
         assert log[-2].startswith("buckets") and "," in log[-2].split("then")[1], log[-2]
-    elif program in DDP and buckets:
+    elif program in DDP and buckets and program != "hook_that_raises":
         later = [place for place in buckets if not log[place].startswith("bucket 0")]
         between = [log[place - 1].split()[0] for place in later]
         assert later and all(".weight" in name or ".bias" in name for name in between), between
@@ -118,11 +120,13 @@ def check_program(program: str, log: list[str]) -> None:
         gathers = [line for line in log if line.startswith("all_gather")]
         assert any(not line.endswith("no task") for line in gathers) == (program != "keep_after_forward"), gathers
         assert any(line.startswith("reduce_scatter") for line in log)
+    elif program == "hook_that_raises":
+        assert any("LookupError: in the hook" in line for line in log)
     elif program == "parameters_that_get_no_gradient":
         assert "Expected to have finished reduction in the prior iteration" in log[-2]
 
 
-@pytest.mark.parametrize("program", [*DDP, *SHARDED, "uneven_inputs"])
+@pytest.mark.parametrize("program", [*DDP, *SHARDED, "uneven_inputs", "tensor_parallel"])
 def test_schedule(program: str, processes: Processes) -> None:
     for stock in processes.run("schedule", program):
         check_program(program, stock.log)
@@ -140,6 +144,11 @@ def test_fused(program: str, processes: Processes) -> None:
 def test_fused_on_uneven_inputs(processes: Processes) -> None:
     for rank, ran in enumerate(processes.run("inductor", "uneven_inputs")):
         assert ran.fused == ran.compiled == 2 + rank, ran
+
+
+def test_distributed_tensors_run_by_node(processes: Processes) -> None:
+    for ran in processes.run("inductor", "tensor_parallel", path="schedule", reasons=("not_fusable",)):
+        assert (ran.schedule, ran.compiled) == (STEPS, 0) and ran.by_node > 0, ran
 
 
 def test_compiled(processes: Processes) -> None:
