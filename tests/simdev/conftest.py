@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))  # the oracles
 
@@ -19,6 +20,7 @@ KERNEL_MICROSECONDS = 100
 
 @pytest.fixture(scope="session", autouse=True)
 def installed() -> Iterator[None]:
+    torch.set_warn_always(True)  # otherwise only the first of the compared runs would warn
     retrograd.install()
     yield
     retrograd.uninstall()

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 
-def new_stream(device: int) -> torch.Stream:
-    return torch.Stream(f"sim:{device}")
+def new_stream(device: int, other_than: torch.Stream | None = None) -> torch.Stream:
+    """The next stream of the device's pool."""
+    stream = torch.Stream(f"sim:{device}")
+    return torch.Stream(f"sim:{device}") if stream == other_than else stream
 
 
 def current_stream(device: int) -> torch.Stream:
@@ -16,7 +18,7 @@ def current_stream(device: int) -> torch.Stream:
 
 def integers(device: int, *shape: int, seed: int = 0) -> Tensor:
     """Small random integers, so that sums have the same bits in any order; made on the device's current stream."""
-    values = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    values = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.to(f"sim:{device}")
 
 
