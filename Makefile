@@ -24,7 +24,7 @@ test-cpp: test-setup  ## GoogleTest, and the C++ program in tests/consumer
 	@scripts/consumer.sh
 
 test-python: test-setup  ## pytest (PYTEST_ARGS="-k hooks")
-	@scripts/build.sh release retrograd _C
+	@scripts/build.sh release retrograd _C _simdev
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: setup  ## every benchmark, both sides (BENCH_ARGS="--benchmark_filter=hit")

@@ -75,7 +75,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& which) const override { return get(which).is_idle(); }
   void synchronizeStream(const c10::Stream& which) const override { Runtime::get().synchronize(get(which)); }
   void synchronizeDevice(const c10::DeviceIndex which) const override {
-    for (int id = 0; id < kStreamsPerDevice; ++id) Runtime::get().synchronize(Runtime::get().stream(which, id));
+    for (Stream* stream : Runtime::get().streams_of(which)) Runtime::get().synchronize(*stream);
   }
 
   // An event is made when it is first recorded.
@@ -117,7 +117,9 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   // Where this is false, the stock engine does not make the caller's stream wait at the end.
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
-  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(Runtime::current_device()); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(Runtime::current_device());
+  }
   void setCurrentDevice(c10::DeviceIndex to) const override { Guard().setDevice({kSim, to}); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex to) const override {
     return Guard().exchangeDevice({kSim, to}).index();

@@ -40,9 +40,7 @@ Tensor on_host(const Tensor& t) {
   return host;
 }
 
-Tensor on_meta(const Tensor& t) {
-  return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
-}
+Tensor on_meta(const Tensor& t) { return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)); }
 
 // --- Making and copying ---
 

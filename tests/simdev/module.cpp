@@ -13,14 +13,16 @@ PYBIND11_MODULE(_simdev, m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
 
   m.attr("DEVICES") = simdev::kDevices;
-  m.attr("STREAMS_PER_DEVICE") = simdev::kStreamsPerDevice;
 
   m.def("current_device", [] { return Runtime::current_device(); });
   m.def("set_device", [](int device) { Runtime::set_current_device(device); });
   m.def("synchronize", [] { Runtime::get().synchronize_all(); }, no_gil);
 
-  m.def("set_delay", [](int device, int64_t stream, int64_t microseconds) {
+  m.def("set_delay", [](int64_t microseconds, int device, int64_t stream) {
     Runtime::get().stream(device, stream).delay_us = microseconds;
+  });
+  m.def("set_delay", [](int64_t microseconds, int device) {
+    for (simdev::Stream* stream : Runtime::get().streams_of(device)) stream->delay_us = microseconds;
   });
   m.def("set_synchronous", [](bool on) { Runtime::get().synchronous = on; });
   m.def("drop_wait", [](int64_t n) { Runtime::get().drop_wait(n); }, no_gil);

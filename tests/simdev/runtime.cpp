@@ -37,7 +37,7 @@ Block::~Block() { std::free(data); }
 
 // --- Streams ---
 
-Stream::Stream(int device, int id) : device_(device), id_(id) {
+Stream::Stream(int number) : number_(number) {
   std::thread([this] { serve(); }).detach();
 }
 
@@ -83,21 +83,28 @@ Runtime& Runtime::get() {
 }
 
 Runtime::Runtime() {
-  for (int device = 0; device < kDevices; ++device) {
-    for (int id = 0; id < kStreamsPerDevice; ++id) streams_.push_back(std::make_unique<Stream>(device, id));
-  }
+  for (int number = 0; number < kStreams; ++number) streams_.push_back(std::make_unique<Stream>(number));
 }
 
 Stream& Runtime::stream(int device, int64_t id) {
-  if (device < 0 || device >= kDevices || id < 0 || id >= kStreamsPerDevice) {
+  const int64_t number = id == 0 ? device * kStreamsPerDevice : id;
+  if (number < 0 || number >= kStreams || streams_[static_cast<size_t>(number)]->device() != device) {
     throw std::out_of_range("simdev: no stream " + std::to_string(id) + " on device " + std::to_string(device));
   }
-  return *streams_[static_cast<size_t>(device * kStreamsPerDevice + id)];
+  return *streams_[static_cast<size_t>(number)];
 }
 
 Stream& Runtime::next_stream(int device) {
   const uint64_t turn = handed_out_.at(static_cast<size_t>(device))++;
-  return stream(device, 1 + static_cast<int64_t>(turn % (kStreamsPerDevice - 1)));
+  return stream(device, device * kStreamsPerDevice + 1 + static_cast<int64_t>(turn % (kStreamsPerDevice - 1)));
+}
+
+std::vector<Stream*> Runtime::streams_of(int device) {
+  std::vector<Stream*> streams;
+  for (const auto& stream : streams_) {
+    if (stream->device() == device) streams.push_back(stream.get());
+  }
+  return streams;
 }
 
 int Runtime::current_device() { return t_device; }
@@ -132,8 +139,8 @@ void Runtime::record_stream(Block& block, const Stream& stream) {
   block.recorded.set(static_cast<size_t>(stream.number()));
 }
 
-void Runtime::launch(Stream& stream, const std::string& name, std::vector<BlockPtr> reads,
-                     std::vector<BlockPtr> writes, std::function<void()> work) {
+void Runtime::launch(Stream& stream, const std::string& name, std::vector<BlockPtr> reads, std::vector<BlockPtr> writes,
+                     std::function<void()> work) {
   {
     const std::lock_guard lock(mutex_);
     Clock& clock = stream.clock;

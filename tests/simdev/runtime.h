@@ -3,9 +3,9 @@
 //
 // A stream is a queue that a thread of its own serves, so kernels run late and beside each other as on a real device.
 // The checker does not depend on when they run. It works when they are enqueued: every stream has a vector clock, which
-// says how much of each stream's work is certain to be done before whatever comes next on this one. Waiting for an event
-// joins the clock that the event recorded; a host synchronization joins the stream's clock into the host's, which all
-// later work is behind. An access to memory that is not behind the accesses it conflicts with is reported, whatever
+// says how much of each stream's work is certain to be done before whatever comes next on this one. Waiting for an
+// event joins the clock that the event recorded; a host synchronization joins the stream's clock into the host's, which
+// all later work is behind. An access to memory that is not behind the accesses it conflicts with is reported, whatever
 // values the kernels happened to read.
 //
 // Memory is watched by allocation: two streams that write to different parts of one storage are reported too.
@@ -72,12 +72,14 @@ using BlockPtr = std::shared_ptr<Block>;
 
 class Stream {
  public:
-  Stream(int device, int id);
+  explicit Stream(int number);
 
-  int device() const { return device_; }
-  int id() const { return id_; }
-  int number() const { return device_ * kStreamsPerDevice + id_; }
-  std::string name() const { return "d" + std::to_string(device_) + "s" + std::to_string(id_); }
+  int number() const { return number_; }
+  int device() const { return number_ / kStreamsPerDevice; }
+  // 0 for a device's default stream; the others' are different on all devices, as libtorch compares ids alone where it
+  // warns of streams that do not match.
+  int id() const { return number_ % kStreamsPerDevice == 0 ? 0 : number_; }
+  std::string name() const { return "d" + std::to_string(device()) + "s" + std::to_string(id()); }
 
   void push(std::function<void()> work);
   void wait_until_idle();  // for what was pushed before
@@ -89,8 +91,7 @@ class Stream {
  private:
   [[noreturn]] void serve();
 
-  const int device_;
-  const int id_;
+  const int number_;
   std::mutex mutex_;
   std::condition_variable pushed_changed_, done_changed_;
   std::deque<std::function<void()>> queue_;
@@ -100,13 +101,13 @@ class Stream {
 
 // Waits name a recording by its number, so an event may be recorded again while streams still wait for it.
 struct Event {
-  Clock clock;           // of the last recording; guarded by the runtime's mutex
-  int stream = 0;        // that made it; likewise
+  Clock clock;            // of the last recording; guarded by the runtime's mutex
+  int stream = 0;         // that made it; likewise
   uint64_t recorded = 0;  // likewise
 
   std::mutex mutex;
   std::condition_variable changed;
-  uint64_t reached = 0;   // guarded by `mutex`, as what follows
+  uint64_t reached = 0;    // guarded by `mutex`, as what follows
   int64_t reached_ns = 0;  // on the steady clock
 };
 using EventPtr = std::shared_ptr<Event>;
@@ -124,6 +125,7 @@ class Runtime {
 
   Stream& stream(int device, int64_t id);  // throws std::out_of_range
   Stream& next_stream(int device);         // of the pool, in turn
+  std::vector<Stream*> streams_of(int device);
   Stream& current(int device) { return stream(device, current_stream_id(device)); }
 
   // The calling thread's.

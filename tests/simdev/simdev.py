@@ -1,8 +1,7 @@
 """The simulated accelerator `sim`, for tests; importing it makes it this process's accelerator.
 
-Import it before the process's first backward. Devices are `sim:0` to `sim:2`; streams are `torch.Stream("sim:0")`, taken
-in turn from eight a device; kernels run late and beside each other, on threads. See runtime.h for what the checker
-reports.
+Import it before the process's first backward. Devices are `sim:0` to `sim:2`; `torch.Stream("sim:0")` is the next of
+eight streams a device; kernels run late and beside each other, on threads. runtime.h says what the checker reports.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ __all__ = ["DEVICES", "Kernel", "Seen", "drop_wait", "reset", "seen", "set_delay
 def set_delay(microseconds: int, where: torch.Stream | int | None = None) -> None:
     """How long each kernel takes at least, from now on: on a stream, on all streams of a device, or everywhere."""
     if isinstance(where, torch.Stream):
-        _simdev.set_delay(where.device_index, where.stream_id, microseconds)
+        _simdev.set_delay(microseconds, where.device_index, where.stream_id)
         return
     for device in range(DEVICES) if where is None else (where,):
-        for stream in range(_simdev.STREAMS_PER_DEVICE):
-            _simdev.set_delay(device, stream, microseconds)
+        _simdev.set_delay(microseconds, device)
 
 
 def _device_module() -> types.ModuleType:
