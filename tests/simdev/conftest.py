@@ -27,9 +27,8 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
+def clean() -> None:
     simdev.synchronize()
     simdev.reset()
     simdev.set_synchronous(False)
     simdev.set_delay(KERNEL_MICROSECONDS)
-    yield
