@@ -80,6 +80,7 @@ class Ran:
     kernels: list[simdev.Kernel]
     host_syncs: int
     paths: Counter[str]  # calls by path, and by reason those that were not compiled
+    misses: int  # calls whose plan had to be made
 
 
 def run(program: Program, backend: str | Callable[..., Any] | None, drop: int | None = None) -> Ran:
@@ -90,6 +91,7 @@ def run(program: Program, backend: str | Callable[..., Any] | None, drop: int | 
     simdev.synchronize()
     simdev.reset()
     rec = DeviceRecorder(drop)
+    misses = retrograd.stats()["misses"]
     with counting_paths() as paths, retrograd.disable() if backend is None else retrograd.enable(backend):
         saw = observe(program, rec)
     before_the_end = simdev.seen()
@@ -98,8 +100,15 @@ def run(program: Program, backend: str | Callable[..., Any] | None, drop: int | 
     rec.settle()
     paths["previous"] -= 1  # observe() runs a stock call of its own at the end
     paths = +paths
-    kernels = simdev.seen().kernels
-    return Ran(saw, before_the_end.reports, before_the_end.waits, kernels, before_the_end.host_syncs, paths)
+    return Ran(
+        saw=saw,
+        reports=before_the_end.reports,
+        waits=before_the_end.waits,
+        kernels=simdev.seen().kernels,
+        host_syncs=before_the_end.host_syncs,
+        paths=paths,
+        misses=retrograd.stats()["misses"] - misses,
+    )
 
 
 @contextlib.contextmanager
@@ -133,11 +142,23 @@ def run_without_races(program: Program) -> Ran:
 def compare(program: Program, *, captured: int = 0) -> Ran:
     """Compares each backend with the oracle, which is returned. `captured`: calls that a compiler function can have."""
     oracle = run_without_races(program)
-    for name in BACKENDS:
-        retrograd.cache_clear()
-        for turn in ("first", "second"):
-            check(oracle, run(program, BACKENDS[name]), f"{name}, {turn} run", expected_paths(name, oracle, captured))
+    for backend in BACKENDS:
+        check(oracle, program, backend, captured)
     return oracle
+
+
+def check(oracle: Ran, program: Program, backend: str, captured: int = 0) -> None:
+    """Runs `program` twice on a backend: first a miss, then a hit."""
+    retrograd.cache_clear()
+    for turn in ("miss", "hit"):
+        where = f"{backend}, {turn}"
+        ran = run(program, BACKENDS[backend])
+        assert not ran.reports, f"{where}: {ran.reports}"
+        assert ran.host_syncs == 0, f"{where}: the host waited for a device, which can hide a race"
+        assert ran.paths == expected_paths(backend, oracle, captured), where
+        assert bool(ran.misses) == (turn == "miss"), where
+        difference = first_difference(oracle.saw, ran.saw)
+        assert difference is None, f"{where}: {difference}"
 
 
 def expected_paths(backend: str, oracle: Ran, captured: int = 0) -> dict[str, int]:
@@ -149,11 +170,3 @@ def expected_paths(backend: str, oracle: Ran, captured: int = 0) -> dict[str, in
         return {"schedule": calls, "streams": calls}
     by_schedule = calls - captured
     return dict(+Counter({"callable": captured, "schedule": by_schedule, "streams": by_schedule}))
-
-
-def check(oracle: Ran, ran: Ran, where: str, paths: dict[str, int]) -> None:
-    assert not ran.reports, f"{where}: {ran.reports}"
-    assert ran.host_syncs == 0, f"{where}: the host waited for a device, which can hide a race"
-    assert ran.paths == paths, where
-    difference = first_difference(oracle.saw, ran.saw)
-    assert difference is None, f"{where}: {difference}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import simdev
 import torch
-from device_oracle import BACKENDS, DeviceRecorder, check, compare, expected_paths, run, run_without_races
+from device_oracle import DeviceRecorder, compare, run
 from oracle import run_threads
 from programs import current_stream, integers, leaf, new_stream, share
 from torch import Tensor
@@ -355,11 +355,7 @@ def check_where_stock_races(program: DeviceProgram, kind: str) -> None:
     """The stock engine's run is reported for `kind`; retrograd's are not, and give the right values."""
     stock = run(program, None)
     assert {report.partition(":")[0] for report in stock.reports} == {kind}, stock.reports
-    oracle = run_without_races(program)
-    for backend in BACKENDS:
-        for turn in ("first", "second"):
-            where = f"{backend}, {turn} run"
-            check(oracle, run(program, BACKENDS[backend]), where, expected_paths(backend, oracle))
+    compare(program)
 
 
 def test_a_gradient_that_is_still_being_read_is_not_added_to_in_place() -> None:
