@@ -139,15 +139,18 @@ def run_without_races(program: Program) -> Ran:
     return oracle
 
 
-def compare(program: Program, *, captured: int = 0) -> Ran:
-    """Compares each backend with the oracle, which is returned. `captured`: calls that a compiler function can have."""
+def compare(program: Program, *, captured: int = 0, create_graph: int = 0) -> Ran:
+    """Compares each backend with the oracle, which is returned.
+
+    `captured`: calls that a compiler function can have. `create_graph`: calls with that argument.
+    """
     oracle = run_without_races(program)
     for backend in BACKENDS:
-        check(oracle, program, backend, captured)
+        check(oracle, program, backend, captured, create_graph)
     return oracle
 
 
-def check(oracle: Ran, program: Program, backend: str, captured: int = 0) -> None:
+def check(oracle: Ran, program: Program, backend: str, captured: int = 0, create_graph: int = 0) -> None:
     """Runs `program` twice on a backend: first a miss, then a hit."""
     retrograd.cache_clear()
     for turn in ("miss", "hit"):
@@ -155,18 +158,20 @@ def check(oracle: Ran, program: Program, backend: str, captured: int = 0) -> Non
         ran = run(program, BACKENDS[backend])
         assert not ran.reports, f"{where}: {ran.reports}"
         assert ran.host_syncs == 0, f"{where}: the host waited for a device, which can hide a race"
-        assert ran.paths == expected_paths(backend, oracle, captured), where
+        assert ran.paths == expected_paths(backend, oracle, captured, create_graph), where
         assert bool(ran.misses) == (turn == "miss"), where
         difference = first_difference(oracle.saw, ran.saw)
         assert difference is None, f"{where}: {difference}"
 
 
-def expected_paths(backend: str, oracle: Ran, captured: int = 0) -> dict[str, int]:
+def expected_paths(backend: str, oracle: Ran, captured: int, create_graph: int) -> Counter[str]:
     """Fused groups cannot be compiled for this device; a compiler function gets what runs on the caller's streams."""
     calls = oracle.paths["previous"]
     if backend == "schedule":
-        return {"schedule": calls}
+        return Counter(schedule=calls)
     if backend == "inductor":
-        return {"schedule": calls, "streams": calls}
+        captured = 0
     by_schedule = calls - captured
-    return dict(+Counter({"callable": captured, "schedule": by_schedule, "streams": by_schedule}))
+    return +Counter(
+        callable=captured, schedule=by_schedule, streams=by_schedule - create_graph, create_graph=create_graph
+    )

@@ -348,6 +348,27 @@ def test_each_wait_that_is_left_out_is_missed(program: DeviceProgram) -> None:
     assert len(unmissed) == NOT_NEEDED.get(program, 0), (unmissed, complete.waits)
 
 
+def test_gradients_of_gradients() -> None:
+    def program(rec: DeviceRecorder) -> None:
+        a, b = new_stream(0), new_stream(0)
+        w = leaf(a, 4)
+        with a:
+            y = w * w * w
+        share(y, a, b)
+        with b:
+            z = y * y
+        rec.backward_begins()
+        (first,) = torch.autograd.grad(z, w, integers(0, 4, seed=1), create_graph=True)
+        rec.say(first)
+        share(first, current_stream(0), b)
+        with b:
+            second = first * 2
+        second.backward(integers(0, 4, seed=2))
+        rec.grads(w)
+
+    compare(program, create_graph=1)
+
+
 # --- Where the stock engine is not in order ---
 
 
