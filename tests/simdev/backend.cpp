@@ -1,6 +1,8 @@
 // The simulated accelerator as PyTorch's PrivateUse1 device: allocator, device guard, accelerator hooks.
 #include "simdev/backend.h"
 
+#include <memory>
+
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,6 +1,7 @@
 // The device's kernels. Nearly all operators go through one boxed fallback: their Meta kernel, run at once, gives the
 // shapes of the results, and their CPU kernel, run when the stream comes to it, computes them in place.
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <unordered_map>
 #include <vector>
