@@ -84,23 +84,27 @@ class StreamBuffers {
     if (call.root_gradients != nullptr) {
       Node& root = *call.nodes[0];
       at::Tensor gradient = call.root_gradients->front();
-      const auto producer = torch::autograd::InputMetadata(gradient).stream();
+      const auto producer = callers_stream(gradient);
       room(0).add(shape.root_input, std::move(gradient), producer, root.stream(), &root);
+    } else {
+      graph_root_ = call.nodes[0];
     }
   }
 
   class Placement {
    public:
-    Placement(torch::autograd::GraphTask& task, std::optional<c10::Stream> stream)
-        : task_(task), stream_(stream), guard_(stream) {}
+    Placement(torch::autograd::GraphTask& task, std::optional<c10::Stream> stream, bool is_graph_root)
+        : task_(task), stream_(stream), is_graph_root_(is_graph_root), guard_(stream) {}
     void mark_leaf() const {
       if (stream_) task_.leaf_streams.emplace(*stream_);
     }
     const std::optional<c10::Stream>& stream() const { return stream_; }
+    bool is_graph_root() const { return is_graph_root_; }
 
    private:
     torch::autograd::GraphTask& task_;
     std::optional<c10::Stream> stream_;
+    bool is_graph_root_;
     c10::OptionalStreamGuard guard_;
   };
 
@@ -112,7 +116,7 @@ class StreamBuffers {
       TORCH_INTERNAL_ASSERT(stream && buffer.ready_streams[i]);
       if (*stream != *buffer.ready_streams[i]) stream->wait(*buffer.ready_events[i]);
     }
-    return {task_, stream};
+    return {task_, stream, &fn == graph_root_};
   }
 
   variable_list take(size_t step) {
@@ -128,10 +132,19 @@ class StreamBuffers {
     // the addition go out of place.
     const at::Tensor held_waiting = several_streams_ ? buffer.buffer[edge.input_nr] : at::Tensor();
     const at::Tensor held_new = held_waiting.defined() ? gradient : at::Tensor();
-    buffer.add(edge.input_nr, std::move(gradient), placement.stream(), target.stream(), &target);
+    // A GraphRoot has one stream, the caller's on one device; its gradients may be on several.
+    const auto producer = placement.is_graph_root() ? callers_stream(gradient) : placement.stream();
+    buffer.add(edge.input_nr, std::move(gradient), producer, target.stream(), &target);
   }
 
  private:
+  // Where the caller made a gradient that it gave. Not the thread's current stream: the region of a deeply nested call
+  // runs on another thread.
+  std::optional<c10::Stream> callers_stream(const at::Tensor& gradient) const {
+    if (!at::accelerator::isAccelerator(gradient.device().type())) return std::nullopt;
+    return task_.caller_current_streams_[static_cast<size_t>(gradient.device().index())];
+  }
+
   torch::autograd::InputBuffer& room(size_t step) {
     auto& buffer = buffers_[step];
     if (!buffer) buffer.emplace(shape_.steps[step].num_inputs);
@@ -142,6 +155,7 @@ class StreamBuffers {
   torch::autograd::GraphTask& task_;
   std::vector<std::optional<torch::autograd::InputBuffer>> buffers_;  // by step
   bool several_streams_ = false;
+  const Node* graph_root_ = nullptr;  // null for a call with one root
 };
 
 }  // namespace retrograd

@@ -68,6 +68,10 @@ void find_streams(PreparedCall& call) {
     const auto index = static_cast<c10::DeviceIndex>(i);
     if (hooks.hasPrimaryContext(index)) call.caller_streams[i] = guard.getStream({*accelerator, index});
   }
+  call.other_streams = std::ranges::any_of(call.nodes, [&](Node* node) {
+    const auto stream = node->stream();
+    return stream && stream != call.caller_streams[static_cast<size_t>(stream->device_index())];
+  });
 }
 
 }  // namespace

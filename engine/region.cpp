@@ -94,6 +94,8 @@ class BackwardRegion final : public Node {
     std::optional<ScheduleReason> reason = ScheduleReason::kNoCompiler;
     if (call_.create_graph) {
       reason = ScheduleReason::kCreateGraph;
+    } else if (call_.other_streams) {  // a captured graph knows no streams: it runs on the caller's
+      reason = ScheduleReason::kStreams;
     } else if (CallableBackend* backend = callable_backend()) {
       reason = backend->run(call_, frame, [&] { describe(task); });
     }

@@ -39,6 +39,8 @@ struct PreparedCall {
   // Accelerator streams current on the calling thread, by device; empty when no node has a stream.
   bool use_streams = false;
   std::vector<std::optional<c10::Stream>> caller_streams{};
+  // Some node runs on another stream than its device's current one.
+  bool other_streams = false;
 
   detail::Setting setting;
   FrontEndFlags flags{};
