@@ -37,6 +37,10 @@ class Claim {
     if (std::exchange(settled_, true)) return;
     entry_->refuse(member);
   }
+  void give_back() {
+    if (std::exchange(settled_, true)) return;
+    entry_->give_back();
+  }
 
  private:
   std::shared_ptr<const GroupEntry> entry_;
@@ -106,7 +110,8 @@ void add_group_compiler(py::module_& m) {
              thread_stats().plans.add(1);
              claim.settle(plan.plan);
            })
-      .def("refuse", &Claim::refuse);
+      .def("refuse", &Claim::refuse)
+      .def("give_back", &Claim::give_back);
   py::class_<ShapeGuards>(m, "ShapeGuards")
       .def(py::init<std::vector<uint32_t>, std::vector<ShapeGuards::Program>, std::vector<uint32_t>>());
   py::class_<Plan>(m, "Plan")

@@ -101,6 +101,8 @@ class _State:
             error = plan.exception()
             if error is None:
                 claim.settle(plan.result())
+            elif not isinstance(error, Exception):
+                claim.give_back()
             else:
                 claim.refuse(getattr(error, "member", -1))
             with self._idle:
@@ -110,8 +112,15 @@ class _State:
                 done.set()
 
         plan.add_done_callback(settle)
-        if is_new:
+        if not is_new:
+            return
+        try:
             self._make(recording, digest, plan)
+        except BaseException as interrupt:  # Ctrl-C: whoever wants the plan next makes it
+            with self._lock:
+                self._plans.pop(digest, None)
+            plan.set_exception(interrupt)
+            raise
 
     def _make(self, recording: Any, digest: bytes, plan: Future[Any]) -> None:
         def fail(error: BaseException) -> None:

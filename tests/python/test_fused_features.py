@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
+from retrograd import _group_trace
 
 
 @pytest.fixture(autouse=True)
@@ -632,3 +633,19 @@ def test_saved_tensors_die_with_the_call() -> None:
         ours = peak(retrograd.enable("inductor", mode="blocking"))
     assert ran.fused == 2, ran
     assert ours <= 1.1 * stock + 4096, (ours, stock)
+
+
+def test_ctrl_c_while_a_plan_is_traced_leaves_it_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(recording: Any) -> None:
+        raise KeyboardInterrupt
+
+    retrograd.cache_clear()
+    net = net_of()
+    with retrograd.enable("inductor", mode="blocking"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_group_trace, "trace", interrupted)
+            one_step(net, 0)
+        assert retrograd.wait(5)
+        with counting_fused() as ran:
+            one_step(net, 0)
+    assert ran.fused == ran.recordings == ran.plans == 1, ran
