@@ -159,8 +159,9 @@ std::shared_ptr<const GroupPlan> store_and_load(const GroupKey& key, const std::
           store()->publish(open.empty() ? exact_key(key) : open_key(key, which), environment(), library, text);
       if (!stored.plan) break;
       if (stored.added) return std::make_shared<const LibraryPlan>(stored.plan->library.string(), std::move(io));
-      // Another process was first. Its plan does as well if it serves this call.
-      if (auto version = load(*stored.plan, key.numbers)) return version->plan;
+      // Another process was first. Its plan does as well if it leaves open the same; whoever asked for this one takes
+      // it for good for all that is open in it.
+      if (auto version = load(*stored.plan, key.numbers); version && version->open == open) return version->plan;
       if (open.empty()) break;
     }
   }
