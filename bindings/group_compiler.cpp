@@ -1,6 +1,7 @@
 #include "bindings/group_compiler.h"
 
 #include <chrono>
+#include <optional>
 
 #include "bindings/compiler_interface.h"
 #include "bindings/functional_op.h"
@@ -65,7 +66,12 @@ class PythonPlan final : public GroupPlan {
 
 struct Plan {
   std::shared_ptr<const GroupPlan> plan;
+  bool from_store = false;
 };
+
+StoredQuery query_of(const Recording& recording) {
+  return {recording.key(), recording.inputs(), recording.num_outputs()};
+}
 
 class PythonGroupCompiler final : public GroupCompiler {
  public:
@@ -107,7 +113,7 @@ void add_group_compiler(py::module_& m) {
   py::class_<Claim, std::shared_ptr<Claim>>(m, "Claim")
       .def("settle",
            [](Claim& claim, const Plan& plan) {
-             thread_stats().plans.add(1);
+             (plan.from_store ? thread_stats().plans_from_store : thread_stats().plans).add(1);
              claim.settle(plan.plan);
            })
       .def("refuse", &Claim::refuse)
@@ -118,7 +124,7 @@ void add_group_compiler(py::module_& m) {
       // Puts the library into the plan store, if there is one, and loads it.
       .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,
                        ShapeGuards guards, const Recording& recording) {
-             return Plan{store_and_load(recording.key(), recording.open(), library,
+             return Plan{store_and_load(query_of(recording), recording.open(), library,
                                         {std::move(inputs), std::move(outputs), std::move(guards)}, recording.name())};
            }),
            py::call_guard<py::gil_scoped_release>())
@@ -149,6 +155,14 @@ void add_group_compiler(py::module_& m) {
           return py::make_tuple(py::str(error.what()), failed);
         }
       });
+  // None where there is no store.
+  m.def("reserve_plan", [](const Recording& r) { return reserve_stored(r.key(), r.open()); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("find_plan", [](const Recording& r) -> std::optional<Plan> {
+    auto stored = find_stored(query_of(r), &r.open());
+    if (!stored) return std::nullopt;
+    return Plan{std::move(stored->plan), /*from_store=*/true};
+  }, py::call_guard<py::gil_scoped_release>());
   m.def("forward_bound_functions", &forward_bound_functions);
   static PythonGroupCompiler compiler;
   set_group_compiler(&compiler);
