@@ -48,7 +48,7 @@ class Claim {
   bool settled_ = false;
 };
 
-// A traced graph as Python runs it, operator by operator.
+// A traced graph as Python runs it, operator by operator. The function takes a list of the inputs and empties it.
 class PythonPlan final : public GroupPlan {
  public:
   PythonPlan(const py::object& graph, Io io) : GroupPlan(std::move(io)), graph_(PyRef::borrow(graph.ptr())) {}
@@ -57,7 +57,7 @@ class PythonPlan final : public GroupPlan {
     const py::gil_scoped_acquire gil;
     py::list given = to_python_list(inputs);
     inputs.clear();
-    return to_variable_list(py::handle(graph_.get())(*given));
+    return to_variable_list(py::handle(graph_.get())(given));
   }
 
  private:

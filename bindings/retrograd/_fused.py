@@ -145,8 +145,12 @@ class _State:
             return
 
         if _runs_eagerly():
+            from torch.fx.graph import _BoxedCodeGen
+
             exported = _worker.export_guards([n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"])
             guards = _group_trace.guards_of(recording, traced, exported)
+            traced.graph.graph.set_codegen(_BoxedCodeGen())  # lets go of inputs as a compiled plan does
+            traced.graph.recompile()
             plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
             return
 
