@@ -14,6 +14,8 @@
 #include <c10/util/ConstexprCrc.h>
 #include <torch/version.h>
 
+#include "retrograd/plan_store.h"
+
 namespace retrograd {
 namespace {
 
@@ -243,9 +245,8 @@ std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const 
 }
 
 bool has_plan_store(std::string* why_not) {
-  if (store() == nullptr) return false;
-  std::string problem = store()->problem();
-  const bool works = problem.empty();
+  std::string problem = store() != nullptr ? store()->problem() : "";
+  const bool works = store() != nullptr && problem.empty();
   if (why_not != nullptr) *why_not = std::move(problem);
   return works;
 }

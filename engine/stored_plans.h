@@ -40,7 +40,4 @@ std::optional<cache::Reservation> reserve_stored(const GroupKey& key, const std:
 std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const std::vector<bool>& open,
                                                 const std::string& library, GroupPlan::Io io, const std::string& name);
 
-// Whether there is a store that works; if not, why, in one sentence (empty where it was switched off).
-bool has_plan_store(std::string* why_not = nullptr);
-
 }  // namespace retrograd

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <dlfcn.h>
 #include <iostream>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -12,6 +13,7 @@
 #include <ATen/Parallel.h>
 #include <torch/torch.h>
 
+#include <retrograd/plan_store.h>
 #include <retrograd/retrograd.h>
 
 namespace {
@@ -49,6 +51,8 @@ std::vector<torch::Tensor> train(int thread) {
 
 int main() {
   bool ok = check(dlsym(RTLD_DEFAULT, "Py_IsInitialized") == nullptr, "there is Python in this process.");
+  std::string why_not;
+  ok &= check(retrograd::has_plan_store(&why_not), "there is no plan store: " + why_not);
   std::array<std::vector<torch::Tensor>, kThreads> stock, ours;
   for (int t = 0; t < kThreads; ++t) stock.at(t) = train(t);
 
