@@ -156,13 +156,17 @@ void add_group_compiler(py::module_& m) {
         }
       });
   // None where there is no store.
-  m.def("reserve_plan", [](const Recording& r) { return reserve_stored(r.key(), r.open()); },
-        py::call_guard<py::gil_scoped_release>());
-  m.def("find_plan", [](const Recording& r) -> std::optional<Plan> {
-    auto stored = find_stored(query_of(r), &r.open());
-    if (!stored) return std::nullopt;
-    return Plan{std::move(stored->plan), /*from_store=*/true};
-  }, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "reserve_plan", [](const Recording& r) { return reserve_stored(r.key(), r.open()); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "find_plan",
+      [](const Recording& r) -> std::optional<Plan> {
+        auto stored = find_stored(query_of(r), &r.open());
+        if (!stored) return std::nullopt;
+        return Plan{std::move(stored->plan), /*from_store=*/true};
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("forward_bound_functions", &forward_bound_functions);
   static PythonGroupCompiler compiler;
   set_group_compiler(&compiler);

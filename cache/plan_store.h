@@ -69,9 +69,9 @@ class PlanStore {
     size_t max_plans = 2000;
   };
 
-  // The usual ones, with max_bytes from $RETROGRAD_CACHE_LIMIT where that is set: a number of bytes, or one with K, M or
-  // G after it for thousands, millions or billions ("500M"). `problem` gets a sentence where it is none of these, and
-  // then the usual limit counts.
+  // The usual ones, with max_bytes from $RETROGRAD_CACHE_LIMIT where that is set: a number of bytes, or one with K, M
+  // or G after it for thousands, millions or billions ("500M"). `problem` gets a sentence where it is none of these,
+  // and then the usual limit counts.
   static Limits default_limits(std::string* problem = nullptr);
 
   struct Digest {

@@ -18,8 +18,8 @@ struct StoredVersion {
   std::vector<bool> open;  // by place; empty: none
 };
 
-// What is asked of the store: a plan for the group with this portable key. `inputs` are the group's, gradients first; of
-// them only counts which are defined. `outputs`: how many the group has.
+// What is asked of the store: a plan for the group with this portable key. `inputs` are the group's, gradients first;
+// of them only counts which are defined. `outputs`: how many the group has.
 struct StoredQuery {
   const GroupKey& key;
   const variable_list& inputs;

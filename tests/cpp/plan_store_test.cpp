@@ -679,7 +679,7 @@ class Environment : public PlanStoreTest {
     PlanStoreTest::TearDown();
   }
   static constexpr std::array kNames = {"HOME", "XDG_CACHE_HOME", "RETROGRAD_CACHE_DIR", "RETROGRAD_CACHE",
-                                       "RETROGRAD_CACHE_LIMIT"};
+                                        "RETROGRAD_CACHE_LIMIT"};
   std::vector<std::optional<std::string>> former_;
 };
 

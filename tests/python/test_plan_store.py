@@ -85,9 +85,7 @@ def test_waiting_for_a_reservation_lets_other_threads_run_and_ends_with_ctrl_c(s
     assert time.monotonic() - start < 30
 
 
-def test_the_limit_from_the_environment_counts(
-    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_from_the_environment_counts(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETROGRAD_CACHE_LIMIT", "250K")
     store = C.PlanStore(tmp_path / "store")
     assert store.max_bytes == 250_000
