@@ -676,16 +676,20 @@ def mlp_step(net: nn.Module, batch: int) -> None:
     net(torch.randn(batch, 4)).pow(2).mean().backward()
 
 
+def scaled_step(net: nn.Module, batch: int) -> None:
+    (net(torch.randn(batch, 4)) * 0.7).pow(2).mean().mul(batch / 3).backward()
+
+
 def encoder_step(net: nn.Module, batch: int) -> None:
     net(torch.randn(batch, 5, 16)).pow(2).mean().backward()
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("model", ["mlp", "encoder"])
+@pytest.mark.parametrize("model", ["mlp", "scaled", "encoder"])
 def test_ten_batch_sizes_in_any_order_take_two_plans(model: str, seed: int) -> None:
     retrograd.cache_clear()
     net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-    step = mlp_step
+    step = scaled_step if model == "scaled" else mlp_step
     if model == "encoder":
         net, step = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), encoder_step
     batches = random.Random(seed).sample(range(2, 20), 10)
