@@ -1,6 +1,7 @@
 // Whole backward calls from C++, no Python in the process: the stock engine and retrograd's schedule in turn, in one
 // process. Each benchmark prints the medians of both sides (us) and their ratio; above 1 retrograd is faster. A run in
-// which a call took another path than the one that is measured ends in an error.
+// which a call took another path than the one that is measured ends in an error. Those with "fused" in their name need
+// plans in the plan store, which a C++ program cannot make: bench/python/fused.py does and runs them.
 #include <algorithm>
 #include <barrier>
 #include <chrono>
@@ -105,7 +106,7 @@ void installed_not_enabled(benchmark::State& state) {
 BENCHMARK(installed_not_enabled)->Iterations(4000)->Unit(benchmark::kMicrosecond);
 
 // Backward calls per second of `threads` threads, each on a model of its own; only backward is inside the clock.
-double calls_per_second(int threads, bool enabled, int calls) {
+double calls_per_second(int threads, std::optional<retrograd::Options> options, int calls) {
   std::barrier start(threads);
   std::vector<double> seconds(static_cast<size_t>(threads));
   std::vector<std::thread> workers;
@@ -114,7 +115,7 @@ double calls_per_second(int threads, bool enabled, int calls) {
       at::init_num_threads();
       Mlp model = mlp10x64();
       std::optional<retrograd::Enable> on;
-      if (enabled) on.emplace();
+      if (options) on.emplace(*options);
       torch::Tensor loss = model.loss();
       const auto run = [&] {
         model.layers->zero_grad();
@@ -132,27 +133,38 @@ double calls_per_second(int threads, bool enabled, int calls) {
   return threads * calls / *std::max_element(seconds.begin(), seconds.end());
 }
 
-// Two threads against one, no Python: each round measures all four cases.
-void two_threads(benchmark::State& state) {
+// Two threads against one, no Python: each round measures all four cases. Returns how many calls were made.
+uint64_t measure_two_threads(benchmark::State& state, retrograd::Options options) {
   at::set_num_threads(1);
   constexpr int kCalls = 1500;
   std::vector<double> stock, ours, ratio;
   retrograd::reset_stats();
   for (auto _ : state) {
-    const double stock_one = calls_per_second(1, false, kCalls);
-    const double one = calls_per_second(1, true, kCalls);
-    const double stock_two = calls_per_second(2, false, kCalls);
-    const double two = calls_per_second(2, true, kCalls);
+    const double stock_one = calls_per_second(1, std::nullopt, kCalls);
+    const double one = calls_per_second(1, options, kCalls);
+    const double stock_two = calls_per_second(2, std::nullopt, kCalls);
+    const double two = calls_per_second(2, options, kCalls);
     stock.push_back(stock_two / stock_one);
     ours.push_back(two / one);
     ratio.push_back(two / stock_two);
   }
-  require_schedule(state, 3 * (kCalls + 20) * ours.size());
   state.counters["stock_scaling"] = median(stock);
   state.counters["retrograd_scaling"] = median(ours);
   state.counters["two_vs_stock_two"] = median(ratio);
+  return 3 * (kCalls + 20) * ours.size();
 }
+
+void two_threads(benchmark::State& state) { require_schedule(state, measure_two_threads(state, {})); }
 BENCHMARK(two_threads)->Iterations(7)->Unit(benchmark::kMillisecond);
+
+void two_threads_fused(benchmark::State& state) {
+  const uint64_t calls = measure_two_threads(state, retrograd::Options().backend(retrograd::Backend::kInductor));
+  const retrograd::Stats stats = retrograd::stats();
+  if (stats.fused_calls != calls || stats.unfused_groups != 0) {
+    state.SkipWithError("calls did not run fused: is the plan in the store?");
+  }
+}
+BENCHMARK(two_threads_fused)->Iterations(7)->Unit(benchmark::kMillisecond);
 
 // Counts bytes of tensor memory. Registered for the whole process; only one thread allocates while it measures.
 class CountingAllocator final : public c10::Allocator {

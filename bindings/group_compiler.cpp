@@ -1,6 +1,7 @@
 #include "bindings/group_compiler.h"
 
 #include <chrono>
+#include <optional>
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 
@@ -39,13 +40,17 @@ class Claim {
     if (std::exchange(settled_, true)) return;
     entry_->refuse(member);
   }
+  void give_back() {
+    if (std::exchange(settled_, true)) return;
+    entry_->give_back();
+  }
 
  private:
   std::shared_ptr<const GroupEntry> entry_;
   bool settled_ = false;
 };
 
-// A traced graph as Python runs it, operator by operator.
+// A traced graph as Python runs it, operator by operator. The function takes a list of the inputs and empties it.
 class PythonPlan final : public GroupPlan {
  public:
   PythonPlan(const py::object& graph, Io io) : GroupPlan(std::move(io)), graph_(PyRef::borrow(graph.ptr())) {}
@@ -54,7 +59,7 @@ class PythonPlan final : public GroupPlan {
     const py::gil_scoped_acquire gil;
     py::list given = to_python_list(inputs);
     inputs.clear();
-    return to_variable_list(py::handle(graph_.get())(*given));
+    return to_variable_list(py::handle(graph_.get())(given));
   }
 
  private:
@@ -63,7 +68,12 @@ class PythonPlan final : public GroupPlan {
 
 struct Plan {
   std::shared_ptr<const GroupPlan> plan;
+  bool from_store = false;
 };
+
+StoredQuery query_of(const Recording& recording) {
+  return {recording.key(), recording.inputs(), recording.num_outputs()};
+}
 
 class PythonGroupCompiler final : public GroupCompiler {
  public:
@@ -118,17 +128,18 @@ void add_group_compiler(py::module_& m) {
   py::class_<Claim, std::shared_ptr<Claim>>(m, "Claim")
       .def("settle",
            [](Claim& claim, const Plan& plan) {
-             thread_stats().plans.add(1);
+             (plan.from_store ? thread_stats().plans_from_store : thread_stats().plans).add(1);
              claim.settle(plan.plan);
            })
-      .def("refuse", &Claim::refuse);
+      .def("refuse", &Claim::refuse)
+      .def("give_back", &Claim::give_back);
   py::class_<ShapeGuards>(m, "ShapeGuards")
       .def(py::init<std::vector<uint32_t>, std::vector<ShapeGuards::Program>, std::vector<uint32_t>>());
   py::class_<Plan>(m, "Plan")
       // Puts the library into the plan store, if there is one, and loads it.
       .def(py::init([](const std::string& library, std::vector<uint32_t> inputs, std::vector<int32_t> outputs,
                        ShapeGuards guards, const Recording& recording) {
-             return Plan{store_and_load(recording.key(), recording.open(), library,
+             return Plan{store_and_load(query_of(recording), recording.open(), library,
                                         {std::move(inputs), std::move(outputs), std::move(guards)}, recording.name())};
            }),
            py::call_guard<py::gil_scoped_release>())
@@ -159,6 +170,18 @@ void add_group_compiler(py::module_& m) {
           return py::make_tuple(py::str(error.what()), failed);
         }
       });
+  // None where there is no store.
+  m.def(
+      "reserve_plan", [](const Recording& r) { return reserve_stored(r.key(), r.open()); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "find_plan",
+      [](const Recording& r) -> std::optional<Plan> {
+        auto stored = find_stored(query_of(r), &r.open());
+        if (!stored) return std::nullopt;
+        return Plan{std::move(stored->plan), /*from_store=*/true};
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("forward_bound_functions", &forward_bound_functions);
   static PythonGroupCompiler compiler;
   set_group_compiler(&compiler);

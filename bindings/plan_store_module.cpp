@@ -138,7 +138,7 @@ void add_plan_store(py::module_& m) {
   py::class_<PlanStore>(m, "PlanStore")
       .def(py::init([](const std::filesystem::path& folder, std::optional<uint64_t> max_bytes,
                        std::optional<size_t> max_plans) {
-             const PlanStore::Limits usual;
+             const PlanStore::Limits usual = PlanStore::default_limits();
              return std::make_unique<PlanStore>(folder,
                                                 PlanStore::Limits{.max_bytes = max_bytes.value_or(usual.max_bytes),
                                                                   .max_plans = max_plans.value_or(usual.max_plans)});
@@ -146,6 +146,15 @@ void add_plan_store(py::module_& m) {
            "folder"_a, "max_bytes"_a = py::none(), "max_plans"_a = py::none())
       .def_static("default_folder", &PlanStore::default_folder)
       .def_property_readonly("folder", [](const PlanStore& store) { return py::cast(store.folder()); })
+      .def_property_readonly("max_bytes", [](const PlanStore& store) { return store.limits().max_bytes; })
+      .def_property_readonly("max_plans", [](const PlanStore& store) { return store.limits().max_plans; })
+      // What is wrong with the limit in the environment; empty: nothing.
+      .def_static("limit_problem",
+                  [] {
+                    std::string problem;
+                    PlanStore::default_limits(&problem);
+                    return text(problem);
+                  })
       .def("problem", &PlanStore::problem, py::call_guard<NoGil>())
       .def("find", &find, "key"_a, "environment"_a)
       .def("publish", &publish, "key"_a, "environment"_a, "library"_a, "metadata"_a)

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -615,6 +616,28 @@ std::optional<fs::path> PlanStore::default_folder() {
     return *folder / ".cache" / "retrograd";
   }
   return std::nullopt;
+}
+
+PlanStore::Limits PlanStore::default_limits(std::string* problem) {
+  Limits limits;
+  const auto text = variable("RETROGRAD_CACHE_LIMIT");
+  if (!text) {
+    return limits;
+  }
+  uint64_t number = 0;
+  const char* const end = text->data() + text->size();
+  const auto read = std::from_chars(text->data(), end, number);
+  const std::string_view unit(read.ptr, static_cast<size_t>(end - read.ptr));
+  constexpr std::array<std::pair<std::string_view, uint64_t>, 4> kUnits = {
+      {{"", 1}, {"K", 1'000}, {"M", 1'000'000}, {"G", 1'000'000'000}}};
+  const auto* const found = std::ranges::find(kUnits, unit, &decltype(kUnits)::value_type::first);
+  uint64_t bytes = 0;
+  if (read.ec == std::errc() && found != kUnits.end() && !__builtin_mul_overflow(number, found->second, &bytes)) {
+    limits.max_bytes = bytes;
+  } else if (problem != nullptr) {
+    *problem = "RETROGRAD_CACHE_LIMIT=" + *text + " is no size such as 500M or 2G: the usual limit is used";
+  }
+  return limits;
 }
 
 PlanStore::PlanStore(const fs::path& folder, Limits limits, DigestFunction digest) : limits_(limits), digest_(digest) {

@@ -69,6 +69,11 @@ class PlanStore {
     size_t max_plans = 2000;
   };
 
+  // The usual ones, with max_bytes from $RETROGRAD_CACHE_LIMIT where that is set: a number of bytes, or one with K, M
+  // or G after it for thousands, millions or billions ("500M"). `problem` gets a sentence where it is none of these,
+  // and then the usual limit counts.
+  static Limits default_limits(std::string* problem = nullptr);
+
   struct Digest {
     uint64_t high = 0;
     uint64_t low = 0;
@@ -87,6 +92,7 @@ class PlanStore {
   PlanStore(const std::filesystem::path& folder, Limits limits, DigestFunction digest = &PlanStore::digest);
 
   const std::filesystem::path& folder() const noexcept { return folder_; }
+  const Limits& limits() const noexcept { return limits_; }
 
   // Why this folder cannot be used, in one sentence with the way out; empty: it can. Makes it where it is missing.
   std::string problem() const noexcept;

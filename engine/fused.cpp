@@ -289,7 +289,9 @@ class FusedRun {
     GroupKey key;
     const Collecting collecting = collect_group(group, members_, targets_, again, key, KeyForm::kPortable);
     if (collecting.obstacle != GroupObstacle::kNone) return nullptr;
-    auto stored = find_stored(key);
+    variable_list all = again.gradients;
+    all.insert(all.end(), again.tensors().begin(), again.tensors().end());
+    auto stored = find_stored({key, all, group.outputs.size()});
     if (!stored) return nullptr;
     thread_stats().plans_from_store.add(1);
     if (stored->open.empty()) {

@@ -11,10 +11,6 @@
 #include "engine/shape_guards.h"
 #include "engine/walk.h"
 
-namespace torch::inductor {
-class AOTIModelContainerRunner;
-}
-
 namespace retrograd {
 
 // Immutable. Any number of threads may run it at a time.
@@ -50,14 +46,14 @@ class GroupPlan {
 // free instance makes one (about a millisecond), so none ever waits for another.
 class LibraryPlan final : public GroupPlan {
  public:
-  // Loads the library. Throws c10::Error for one that cannot be loaded.
+  // Loads the library. Throws c10::Error for one that cannot be loaded or has other numbers of inputs and results.
   LibraryPlan(std::string library, Io io);
   ~LibraryPlan() override;
 
   variable_list run(variable_list&& inputs) const override;
 
  private:
-  using Runner = torch::inductor::AOTIModelContainerRunner;
+  class Runner;
   std::unique_ptr<Runner> take() const;
 
   const std::string library_;

@@ -1,12 +1,20 @@
 #include "engine/stored_plans.h"
 
+#include <algorithm>
+#include <charconv>
 #include <fstream>
+#include <iterator>
+#include <set>
 #include <sstream>
+#include <stdexcept>
+#include <system_error>
+#include <type_traits>
+#include <utility>
 
 #include <c10/util/ConstexprCrc.h>
 #include <torch/version.h>
 
-#include "cache/plan_store.h"
+#include "retrograd/plan_store.h"
 
 namespace retrograd {
 namespace {
@@ -37,7 +45,8 @@ const std::string& environment() {
 const cache::PlanStore* store() {
   static const cache::PlanStore* const instance = []() -> const cache::PlanStore* {
     const auto folder = cache::PlanStore::default_folder();
-    return folder ? std::make_unique<const cache::PlanStore>(*folder).release() : nullptr;
+    if (!folder) return nullptr;
+    return std::make_unique<const cache::PlanStore>(*folder, cache::PlanStore::default_limits()).release();
   }();
   return instance;
 }
@@ -63,10 +72,26 @@ std::string to_text(const GroupPlan::Io& io, const GroupKey& key, const std::vec
   return out.str();
 }
 
+void require(bool holds) {
+  if (!holds) throw std::invalid_argument("a plan's metadata is not of this version.");
+}
+
+// All of a line that is left.
 template <class T>
 std::vector<T> read_values(std::istream& in) {
   std::vector<T> values;
-  for (int64_t value = 0; in >> value;) values.push_back(static_cast<T>(value));
+  for (std::string word; in >> word;) {
+    int64_t value = 0;
+    const char* const end = word.data() + word.size();
+    const auto read = std::from_chars(word.data(), end, value);
+    require(read.ec == std::errc() && read.ptr == end);
+    if constexpr (std::is_same_v<T, bool>) {
+      require(value == 0 || value == 1);
+    } else {
+      require(std::in_range<T>(value));
+    }
+    values.push_back(static_cast<T>(value));
+  }
   return values;
 }
 
@@ -75,27 +100,54 @@ struct Parsed {
   std::vector<int64_t> numbers;
   std::vector<bool> open;
 };
-// Throws std::invalid_argument for guards that are none.
+// Throws std::invalid_argument for what to_text() does not write.
 Parsed from_text(const std::string& text) {
   Parsed p;
   std::vector<uint32_t> symbols;
   std::vector<uint32_t> extra;
   std::vector<ShapeGuards::Program> conditions;
+  std::set<std::string> seen;
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
     std::istringstream in(line);
     std::string what;
     in >> what;
-    if (what == "inputs") p.io.inputs = read_values<uint32_t>(in);
-    if (what == "outputs") p.io.outputs = read_values<int32_t>(in);
-    if (what == "numbers") p.numbers = read_values<int64_t>(in);
-    if (what == "open") p.open = read_values<bool>(in);
-    if (what == "symbols") symbols = read_values<uint32_t>(in);
-    if (what == "extra") extra = read_values<uint32_t>(in);
-    if (what == "condition") conditions.push_back(read_values<int64_t>(in));
+    require(seen.insert(what).second || what == "condition");
+    if (what == "inputs") {
+      p.io.inputs = read_values<uint32_t>(in);
+    } else if (what == "outputs") {
+      p.io.outputs = read_values<int32_t>(in);
+    } else if (what == "numbers") {
+      p.numbers = read_values<int64_t>(in);
+    } else if (what == "open") {
+      p.open = read_values<bool>(in);
+    } else if (what == "symbols") {
+      symbols = read_values<uint32_t>(in);
+    } else if (what == "extra") {
+      extra = read_values<uint32_t>(in);
+    } else if (what == "condition") {
+      conditions.push_back(read_values<int64_t>(in));
+    } else {
+      require(what == "name");
+    }
   }
+  seen.erase("condition");
+  require(seen.size() == 7);
   p.io.guards = ShapeGuards(std::move(symbols), std::move(conditions), std::move(extra));
   return p;
+}
+
+// Whether all that the plan speaks of is there: it is used without further looks.
+bool fits(const GroupPlan::Io& io, const StoredQuery& query) {
+  const auto is_there = [&](uint32_t input) { return input < query.inputs.size() && query.inputs[input].defined(); };
+  if (!std::ranges::all_of(io.inputs, is_there) || io.outputs.size() != query.outputs) return false;
+  std::vector<int32_t> results;
+  std::ranges::copy_if(io.outputs, std::back_inserter(results), [](int32_t result) { return result != -1; });
+  std::ranges::sort(results);
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i] != static_cast<int32_t>(i)) return false;
+  }
+  return true;
 }
 
 std::vector<std::byte> exact_key(const GroupKey& key) {
@@ -114,20 +166,36 @@ std::vector<std::byte> open_key(const GroupKey& key, int which) {
   return bytes;
 }
 
-bool serves(const Parsed& p, std::span<const int64_t> numbers) {
-  if (p.numbers.size() != numbers.size()) return false;
-  if (p.open.empty()) return std::ranges::equal(p.numbers, numbers);
-  if (p.open.size() != numbers.size()) return false;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    if (!p.open[i] && numbers[i] != p.numbers[i]) return false;
+// For the right to make a plan: equal where one plan will do for all.
+std::vector<std::byte> reservation_key(const GroupKey& key, const std::vector<bool>& open) {
+  if (open.empty()) return exact_key(key);
+  GroupKey closed{key.fixed, key.numbers};
+  std::vector<std::byte> mask;
+  for (size_t i = 0; i < open.size(); ++i) {
+    if (open[i]) closed.numbers[i] = 0;
+    mask.push_back(std::byte{open[i]});
   }
-  return p.io.guards.hold(numbers);
+  std::vector<std::byte> bytes = exact_key(closed);
+  bytes.insert(bytes.end(), mask.begin(), mask.end());
+  bytes.push_back(std::byte{'!'});
+  return bytes;
 }
 
-std::optional<StoredVersion> load(const cache::StoredPlan& stored, std::span<const int64_t> numbers) {
+bool serves(const Parsed& p, std::span<const int64_t> numbers) {
+  if (p.numbers.size() != numbers.size()) return false;
+  if (!p.open.empty() && p.open.size() != numbers.size()) return false;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if ((p.open.empty() || !p.open[i]) && numbers[i] != p.numbers[i]) return false;
+  }
+  return p.io.guards.hold(numbers);  // of an exact plan: that there are as many numbers as it speaks of
+}
+
+std::optional<StoredVersion> load(const cache::StoredPlan& stored, const StoredQuery& query,
+                                  const std::vector<bool>* open) {
   try {
     Parsed p = from_text(stored.metadata);
-    if (!serves(p, numbers)) return std::nullopt;
+    if (!fits(p.io, query) || !serves(p, query.key.numbers)) return std::nullopt;
+    if (open != nullptr && p.open != *open) return std::nullopt;
     return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(p.io)),
                          std::move(p.numbers), std::move(p.open)};
   } catch (const std::exception&) {  // from another world, though it says otherwise
@@ -137,30 +205,39 @@ std::optional<StoredVersion> load(const cache::StoredPlan& stored, std::span<con
 
 }  // namespace
 
-std::optional<StoredVersion> find_stored(const GroupKey& key) {
+std::optional<StoredVersion> find_stored(const StoredQuery& query, const std::vector<bool>* open) {
   if (store() == nullptr) return std::nullopt;
-  if (const auto found = store()->find(exact_key(key), environment()); found.plan) {
-    if (auto version = load(*found.plan, key.numbers)) return version;
+  if (open == nullptr || open->empty()) {
+    if (const auto found = store()->find(exact_key(query.key), environment()); found.plan) {
+      if (auto version = load(*found.plan, query, open)) return version;
+    }
   }
   for (int which = 0; which < kMaxOpen; ++which) {
-    const auto found = store()->find(open_key(key, which), environment());
-    if (!found.plan) return std::nullopt;
-    if (auto version = load(*found.plan, key.numbers)) return version;
+    if (open != nullptr && open->empty()) break;
+    const auto found = store()->find(open_key(query.key, which), environment());
+    if (!found.plan) break;
+    if (auto version = load(*found.plan, query, open)) return version;
   }
   return std::nullopt;
 }
 
-std::shared_ptr<const GroupPlan> store_and_load(const GroupKey& key, const std::vector<bool>& open,
+std::optional<cache::Reservation> reserve_stored(const GroupKey& key, const std::vector<bool>& open) {
+  if (store() == nullptr) return std::nullopt;
+  return store()->reserve(reservation_key(key, open), environment());
+}
+
+std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const std::vector<bool>& open,
                                                 const std::string& library, GroupPlan::Io io, const std::string& name) {
   if (store() != nullptr) {
-    const std::string text = to_text(io, key, open, name);
+    const std::string text = to_text(io, query.key, open, name);
     for (int which = 0; which < kMaxOpen; ++which) {
-      const auto stored =
-          store()->publish(open.empty() ? exact_key(key) : open_key(key, which), environment(), library, text);
+      const auto key = open.empty() ? exact_key(query.key) : open_key(query.key, which);
+      const auto stored = store()->publish(key, environment(), library, text);
       if (!stored.plan) break;
       if (stored.added) return std::make_shared<const LibraryPlan>(stored.plan->library.string(), std::move(io));
-      // Another process was first. Its plan does as well if it serves this call.
-      if (auto version = load(*stored.plan, key.numbers)) return version->plan;
+      // Another process was first. Its plan does as well if it leaves open the same; whoever asked for this one takes
+      // it for good for all that is open in it.
+      if (auto version = load(*stored.plan, query, &open)) return version->plan;
       if (open.empty()) break;
     }
   }
@@ -168,9 +245,8 @@ std::shared_ptr<const GroupPlan> store_and_load(const GroupKey& key, const std::
 }
 
 bool has_plan_store(std::string* why_not) {
-  if (store() == nullptr) return false;
-  std::string problem = store()->problem();
-  const bool works = problem.empty();
+  std::string problem = store() != nullptr ? store()->problem() : "";
+  const bool works = store() != nullptr && problem.empty();
   if (why_not != nullptr) *why_not = std::move(problem);
   return works;
 }

@@ -5,7 +5,8 @@ source "$(dirname "$0")/lib.sh"
 for source in bench/bench_*.cpp; do
   name="$(basename "$source" .cpp)"
   say "$name"
-  "build/release/bench/$name" "$@"
+  # fused.py, below, makes the plans for the fused ones and runs them.
+  "build/release/bench/$name" --benchmark_filter=-fused "$@"
 done
 for program in bench/python/*.py; do
   # Files without a main part are helpers of the others.

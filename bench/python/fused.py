@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 STORE = os.environ.setdefault("RETROGRAD_CACHE_DIR", tempfile.mkdtemp(prefix="retrograd-bench-"))
 
 import suite  # noqa: E402
@@ -61,6 +63,27 @@ def convolutional() -> Loss:
     return loss
 
 
+def with_plain_ends(kind: str) -> Loss:
+    """Three blocks under checkpoint or save_on_cpu between plain layers, with activations larger than the weights."""
+    front, back = suite.layers_of(2, 64), suite.layers_of(2, 64)
+    blocks = nn.ModuleList(suite.layers_of(3, 64) for _ in range(3))
+    x = torch.randn(512, 64)
+
+    def loss() -> Tensor:
+        for module in (front, blocks, back):
+            module.zero_grad()
+        h = front(x)
+        for block in blocks:
+            if kind == "save_on_cpu":
+                with torch.autograd.graph.save_on_cpu():
+                    h = block(h)
+            else:
+                h = checkpoint(block, h, use_reentrant=kind == "reentrant checkpoint")
+        return back(h).sum()
+
+    return loss
+
+
 def check_all_compiled(calls: int) -> None:
     stats = retrograd.stats()
     assert stats["calls"]["fused"] - stats["nested_calls"] == calls, stats
@@ -92,6 +115,30 @@ def against_eager(name: str, loss: Loss, rounds: int) -> None:
             ours.append(suite.timed(y))
     check_all_compiled(rounds)
     print_row(f"{name}, eager engine", other, ours)
+
+
+def peak_bytes(loss: Tensor) -> float:
+    """CPU memory of tensors at the highest point of a backward, over what was in use before it."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        loss.backward()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return float(most)
+
+
+def peak_memory(name: str, loss: Loss) -> None:
+    """One call on each side: memory does not vary. The profiler's own lines on stderr cannot be turned off."""
+    compile_now(loss)
+    retrograd.reset_stats()
+    other = peak_bytes(loss()) / 1e3
+    y = loss()
+    with retrograd.enable(backend="inductor"):
+        ours = peak_bytes(y) / 1e3
+    check_all_compiled(1)
+    print_row(name, [other], [ours])
 
 
 def against_stock_compiled(name: str, loss: Loss, rounds: int) -> None:
@@ -167,16 +214,31 @@ def threads(count: int, rounds: int, calls: int) -> None:
     print_row(f"mlp10x64, {count} Python threads, training step", other, ours)
 
 
+def two_cpp_threads() -> None:
+    """Throughput of two C++ threads over one, on the plan that mlp10x64 has in the store by now."""
+    program = os.path.join(os.path.dirname(HERE), "..", "build", "release", "bench", "bench_backward")
+    command = [program, "--benchmark_filter=^two_threads_fused", "--benchmark_format=json"]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (row,) = json.loads(out)["benchmarks"]
+    assert not row.get("error_occurred"), row
+    scaling = [f"{row[side]:.2f}" for side in ("stock_scaling", "retrograd_scaling")]
+    print(_row.format("mlp10x64, throughput of 2 C++ threads over one", *scaling, ""))
+
+
 _CHILD = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 import retrograd, suite
 torch.manual_seed(0); torch.set_num_threads(1)
 retrograd.install()
-loss = suite.{model}
-with retrograd.enable(backend="inductor", mode="background") if {on} else retrograd.disable():
-    for k in range(4):
-        y = loss()
+if {mode!r} == "blocking":  # what is imported at the first capture does not count
+    with retrograd.enable(backend="inductor", mode="blocking"):
+        for batch in (3, 4):
+            suite.mlp(2, 4, batch)().backward()
+    retrograd.reset_stats()
+with retrograd.enable(backend="inductor", mode={mode!r}) if {mode!r} else retrograd.disable():
+    for batch in {batches}:
+        y = suite.encoder(batch)()
         start = time.perf_counter()
         y.backward()
         elapsed, stats = time.perf_counter() - start, retrograd.stats()
@@ -186,10 +248,13 @@ with retrograd.enable(backend="inductor", mode="background") if {on} else retrog
 """
 
 
-def child(model: str, on: bool, store: str) -> list[tuple[float, int, int]]:
-    """Per call of a fresh process: milliseconds, plans found in the store so far, recordings so far."""
-    code = _CHILD.format(here=os.path.dirname(os.path.abspath(__file__)), model=model, on=on)
-    environment = {**os.environ, "RETROGRAD_CACHE_DIR": store}
+def child(mode: str, batches: list[int], store: str, **variables: str) -> list[tuple[float, int, int]]:
+    """Per backward of an encoder in a fresh process: milliseconds, plans found in the store so far, recordings so far.
+
+    `mode`: "background", "blocking" or, for the eager engine, "".
+    """
+    code = _CHILD.format(here=HERE, mode=mode, batches=batches)
+    environment = {**os.environ, "RETROGRAD_CACHE_DIR": store, **variables}
     out = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     rows = [line.split() for line in out.stdout.splitlines()]
     return [(float(ms), int(found), int(recorded)) for ms, found, recorded in rows]
@@ -198,20 +263,33 @@ def child(model: str, on: bool, store: str) -> list[tuple[float, int, int]]:
 def fresh_processes(rounds: int) -> None:
     compile_now(suite.encoder())
     print(_row.format("fresh process, 2-layer encoder", "eager ms", "retrograd ms", "ratio"))
-    eager, cold, stalls, stored = [], [], [], []
+    eager, cold, stored = [], [], []
+    recording: dict[str, list[float]] = {"fixed sizes": [], "an open size": []}
+    capture: dict[str, list[float]] = {"fixed sizes": [], "an open size": []}
     for _ in range(rounds):
-        eager.append(child("encoder()", False, STORE)[0][0])
+        eager.append(child("", [8], STORE)[0][0])
         with tempfile.TemporaryDirectory() as empty:
-            calls = child("encoder()", True, empty)
-            assert [recorded for _, _, recorded in calls] == [0, 0, 1, 1], calls
-            cold.append(calls[0][0])
-            stalls.append(calls[2][0] - calls[1][0])
-        first = child("encoder()", True, STORE)[0]
+            calls = child("background", [8] * 4 + [6] * 4, empty)
+        assert [recorded for _, _, recorded in calls] == [0, 0, 1, 1, 1, 1, 2, 2], calls
+        cold.append(calls[0][0])
+        recording["fixed sizes"].append(calls[2][0] - calls[1][0])
+        recording["an open size"].append(calls[6][0] - calls[5][0])
+        first = child("background", [8], STORE)[0]
         assert first[1:] == (1, 0), first
         stored.append(first[0])
+        with tempfile.TemporaryDirectory() as empty:
+            calls = child("blocking", [8, 8, 6, 6], empty, RETROGRAD_LOWERING="eager")
+        assert [recorded for _, _, recorded in calls] == [1, 1, 2, 2], calls
+        capture["fixed sizes"].append(calls[0][0] - calls[1][0])
+        capture["an open size"].append(calls[2][0] - calls[3][0])
     print_row("first backward, background, no plan yet", eager, cold)
     print_row("first backward, plan in the store", eager, stored)
-    print(_row.format("recording: the third call over the second, ms", "", f"{statistics.median(stalls):.1f}", ""))
+    for name, measured in (
+        ("recording, {}: a call over the one before, ms", recording),
+        ("blocking capture without compile, {}, ms", capture),
+    ):
+        for sizes, times in measured.items():
+            print(_row.format(name.format(sizes), "", f"{statistics.median(times):.1f}", ""))
 
 
 def main() -> None:
@@ -231,6 +309,10 @@ def main() -> None:
     against_eager("convolutional net on 8x8 images", convolutional(), max(rounds // 10, 20))
     threads(2, 5, max(rounds // 10, 20))
     threads(8, 5, max(rounds // 40, 20))
+    two_cpp_threads()
+    print(_row.format("peak tensor memory of a backward", "eager KB", "retrograd KB", "ratio"))
+    for kind in ("reentrant checkpoint", "non-reentrant checkpoint", "save_on_cpu"):
+        peak_memory(f"blocks under {kind}", with_plain_ends(kind))
     fresh_processes(5)
 
 

@@ -31,11 +31,15 @@ class Row:
         return self.stock_us / self.retrograd_us
 
 
-def mlp(depth: int, width: int, batch: int, relu: bool = True) -> Callable[[], Tensor]:
+def layers_of(depth: int, width: int, relu: bool = True) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [nn.Linear(width, width)] + ([nn.ReLU()] if relu else [])
-    model, x = nn.Sequential(*layers), torch.randn(batch, width)
+    return nn.Sequential(*layers)
+
+
+def mlp(depth: int, width: int, batch: int, relu: bool = True) -> Callable[[], Tensor]:
+    model, x = layers_of(depth, width, relu), torch.randn(batch, width)
 
     def loss() -> Tensor:
         model.zero_grad()
@@ -44,9 +48,9 @@ def mlp(depth: int, width: int, batch: int, relu: bool = True) -> Callable[[], T
     return loss
 
 
-def encoder() -> Callable[[], Tensor]:
+def encoder(batch: int = 8) -> Callable[[], Tensor]:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 16, 64)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(batch, 16, 64)
 
     def loss() -> Tensor:
         model.zero_grad()

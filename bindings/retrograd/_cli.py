@@ -1,6 +1,7 @@
 """The command line: ``retrograd cache ls``, ``clear`` and ``verify`` look after the compiled plans on disk.
 
-The plans are those of $RETROGRAD_CACHE_DIR, else of $XDG_CACHE_HOME/retrograd, else of ~/.cache/retrograd.
+The plans are those of $RETROGRAD_CACHE_DIR, else of $XDG_CACHE_HOME/retrograd, else of ~/.cache/retrograd. There are at
+most 2,000 plans of 2.1 GB together; $RETROGRAD_CACHE_LIMIT (as in 500M or 4G) sets another size.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def _ls(store: Any, _: argparse.Namespace) -> int:
     if rows:
         _print_table([("PLAN", "SIZE", "LAST USED", "NAME", "ENVIRONMENT"), *rows])
     print(f"{_plans(len(entries))}, {_size(sum(entry['bytes'] for entry in entries))}, in {store.folder}")
+    if problem := store.limit_problem():
+        print(f"retrograd: {problem}", file=sys.stderr)
+    print(f"at most {_size(store.max_bytes)} and {_plans(store.max_plans)}; the least recently used ones go first")
     return 0
 
 

@@ -18,7 +18,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from retrograd import _importing, _lowering, _worker
+from retrograd import _importing, _lowering, _turns, _worker
 from retrograd._load import C as _C
 
 logger = logging.getLogger("retrograd")
@@ -50,6 +50,7 @@ class _State:
         self._pending = 0
         self._idle = threading.Condition(self._lock)
         self._folder: str | None = None
+        self._turns = _turns.Turns()
 
     def add(self, recording: Any, claim: Any, wait: bool) -> None:
         with self._lock:
@@ -79,6 +80,7 @@ class _State:
 
     def stop(self) -> None:
         """At exit. A thread that is in the middle of libtorch's code when Python goes would take the process along."""
+        self._turns.stop()
         with self._lock:
             thread = self._thread
         if thread is None:
@@ -101,6 +103,8 @@ class _State:
             error = plan.exception()
             if error is None:
                 claim.settle(plan.result())
+            elif not isinstance(error, Exception):
+                claim.give_back()
             else:
                 claim.refuse(getattr(error, "member", -1))
             with self._idle:
@@ -110,8 +114,18 @@ class _State:
                 done.set()
 
         plan.add_done_callback(settle)
-        if is_new:
-            self._make(recording, digest, plan)
+        if not is_new:
+            return
+        try:
+            if _runs_eagerly():
+                self._make(recording, digest, plan)
+            else:
+                self._turns.take(recording, plan, lambda: self._make(recording, digest, plan))
+        except BaseException as interrupt:  # Ctrl-C: whoever wants the plan next makes it
+            with self._lock:
+                self._plans.pop(digest, None)
+            plan.set_exception(interrupt)
+            raise
 
     def _make(self, recording: Any, digest: bytes, plan: Future[Any]) -> None:
         def fail(error: BaseException) -> None:
@@ -130,9 +144,13 @@ class _State:
             fail(error)
             return
 
-        if os.environ.get("RETROGRAD_LOWERING") == "eager":
+        if _runs_eagerly():
+            from torch.fx.graph import _BoxedCodeGen
+
             exported = _worker.export_guards([n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"])
             guards = _group_trace.guards_of(recording, traced, exported)
+            traced.graph.graph.set_codegen(_BoxedCodeGen())  # lets go of inputs as a compiled plan does
+            traced.graph.recompile()
             plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
             return
 
@@ -157,6 +175,10 @@ class _State:
                 self._folder = tempfile.mkdtemp(prefix="retrograd-plans-")
                 atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
             return self._folder
+
+
+def _runs_eagerly() -> bool:
+    return os.environ.get("RETROGRAD_LOWERING") == "eager"
 
 
 _warned: set[type[BaseException]] = set()

@@ -42,6 +42,7 @@ __all__ = [
     "LoweringError",
     "NoCompiler",
     "check_compiler",
+    "compile_timeout",
     "shutdown",
     "submit",
     "wait",
@@ -191,7 +192,8 @@ def _pickled(graph_module: Any) -> bytes:
             node.meta = meta
 
 
-def _timeout() -> float:
+def compile_timeout() -> float:
+    """Seconds that one compile may take: RETROGRAD_COMPILE_TIMEOUT, or 600."""
     return _number("RETROGRAD_COMPILE_TIMEOUT", 600.0)
 
 
@@ -516,7 +518,7 @@ class _Worker:
         Raises:
             _WorkerGone: it died, did not answer in time, or answered nonsense; it must be ended.
         """
-        limit = _timeout()
+        limit = compile_timeout()
         deadline = time.monotonic() + limit
         taken = False
         try:

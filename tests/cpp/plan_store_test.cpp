@@ -678,7 +678,8 @@ class Environment : public PlanStoreTest {
     }
     PlanStoreTest::TearDown();
   }
-  static constexpr std::array kNames = {"HOME", "XDG_CACHE_HOME", "RETROGRAD_CACHE_DIR", "RETROGRAD_CACHE"};
+  static constexpr std::array kNames = {"HOME", "XDG_CACHE_HOME", "RETROGRAD_CACHE_DIR", "RETROGRAD_CACHE",
+                                        "RETROGRAD_CACHE_LIMIT"};
   std::vector<std::optional<std::string>> former_;
 };
 
@@ -696,6 +697,25 @@ TEST_F(Environment, NamesTheFolder) {
   EXPECT_NE(PlanStore::default_folder(), std::nullopt);
   setenv("RETROGRAD_CACHE", "0", 1);
   EXPECT_EQ(PlanStore::default_folder(), std::nullopt);
+}
+
+TEST_F(Environment, NamesTheLargestSize) {
+  const uint64_t usual = PlanStore::Limits().max_bytes;
+  std::string problem;
+  EXPECT_EQ(PlanStore::default_limits(&problem).max_bytes, usual);
+  for (const auto& [text, bytes] : std::vector<std::pair<const char*, uint64_t>>{
+           {"0", 0}, {"123456", 123456}, {"7K", 7000}, {"500M", 500'000'000}, {"4G", 4'000'000'000}}) {
+    setenv("RETROGRAD_CACHE_LIMIT", text, 1);
+    EXPECT_EQ(PlanStore::default_limits(&problem).max_bytes, bytes) << text;
+    EXPECT_EQ(problem, "") << text;
+  }
+  for (const char* text : {"much", "-1", "5 G", "5GB", "1.5G", "G", "99999999999999999999", "99999999999999999G"}) {
+    setenv("RETROGRAD_CACHE_LIMIT", text, 1);
+    problem.clear();
+    EXPECT_EQ(PlanStore::default_limits(&problem).max_bytes, usual) << text;
+    EXPECT_NE(problem.find(text), std::string::npos) << problem;
+  }
+  EXPECT_EQ(PlanStore::default_limits().max_plans, PlanStore::Limits().max_plans);
 }
 
 TEST_F(Environment, ARelativeFolderStaysWhereItWas) {

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fused_oracle import check_values, compare_fused, counting_fused, lowering
+from fused_oracle import Ran, check_values, compare_fused, counting_fused, lowering
 from oracle import Recorder, leaf, run_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
+from retrograd import _group_trace
 
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
     with lowering("eager"):
         yield
-    retrograd.wait(60)
+        retrograd.wait(60)  # what is still to be traced would be compiled outside of this
 
 
 def net_of(depth: int = 3, width: int = 4) -> nn.Sequential:
@@ -609,29 +611,39 @@ def test_no_memory_is_kept_of_a_call() -> None:
             assert [ref() for ref in seen] == [None] * 3
 
 
+def peak_bytes(run: Callable[[], None]) -> int:
+    """How much more CPU memory of tensors was in use at the highest point of `run` than at its start."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        run()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def backward_peak(scope: Any, make_loss: Callable[[], Tensor]) -> tuple[int, Ran]:
+    """The peak of a backward, and which path it took, when the graph has been seen twice."""
+    with scope:
+        for _ in range(3):
+            loss = make_loss()
+            with counting_fused() as ran:
+                peak = peak_bytes(loss.backward)
+            del loss
+    return peak, ran
+
+
 def test_saved_tensors_die_with_the_call() -> None:
     """Storage that only the graph holds is let go of when its group runs, not at the end of the program's frame."""
     retrograd.cache_clear()
 
-    def peak(scope: Any) -> int:
-        with scope:
-            for _ in range(2):
-                net = net_of(8, 64)
-                h = torch.randn(512, 64)
-                loss = net(h).pow(2).sum()
-                with torch.profiler.profile(profile_memory=True) as profiler:
-                    loss.backward()
-        now = most = 0
-        for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == "[memory]":
-                now += event.nbytes()
-                most = max(most, now)
-        return most
+    def loss() -> Tensor:
+        return net_of(8, 64)(torch.randn(512, 64)).pow(2).sum()
 
-    stock = peak(retrograd.disable())
-    with counting_fused() as ran:
-        ours = peak(retrograd.enable("inductor", mode="blocking"))
-    assert ran.fused == 2, ran
+    stock, _ = backward_peak(retrograd.disable(), loss)
+    ours, ran = backward_peak(retrograd.enable("inductor", mode="blocking"), loss)
+    assert ran.fused == ran.compiled == 1, ran
     assert ours <= 1.1 * stock + 4096, (ours, stock)
 
 
@@ -686,3 +698,103 @@ def test_the_environment_names_the_default_backend(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RETROGRAD_BACKEND", "fast")
     with pytest.raises(ValueError, match="RETROGRAD_BACKEND must be 'inductor' or 'schedule', not 'fast'"):
         retrograd.enable()
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "save_on_cpu"])
+def test_peak_memory_under_checkpoint_and_save_on_cpu(kind: str) -> None:
+    retrograd.cache_clear()
+    blocks = nn.ModuleList(net_of(3, 64) for _ in range(4))
+    front, back = net_of(2, 64), net_of(2, 64)
+
+    def loss() -> Tensor:
+        for module in (front, blocks, back):
+            module.zero_grad()
+        h = front(torch.randn(512, 64))
+        for block in blocks:
+            if kind == "save_on_cpu":
+                with torch.autograd.graph.save_on_cpu():
+                    h = block(h)
+            else:
+                h = checkpoint(block, h, use_reentrant=kind == "reentrant")
+        return back(h).pow(2).sum()
+
+    stock, _ = backward_peak(retrograd.disable(), loss)
+    ours, ran = backward_peak(retrograd.enable("inductor", mode="blocking"), loss)
+    nested = len(blocks) if kind == "reentrant" else 0
+    assert ran.fused == 1 + nested and ran.compiled == 2 + nested, ran
+    assert ran.schedule == ran.by_node == ran.recordings == ran.previous == 0, ran
+    assert ours <= 1.1 * stock + 4096, (ours, stock)
+
+
+def mlp_step(net: nn.Module, batch: int) -> None:
+    net(torch.randn(batch, 4)).pow(2).mean().backward()
+
+
+def scaled_step(net: nn.Module, batch: int) -> None:
+    (net(torch.randn(batch, 4)) * 0.7).pow(2).mean().mul(batch / 3).backward()
+
+
+def encoder_step(net: nn.Module, batch: int) -> None:
+    net(torch.randn(batch, 5, 16)).pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("model", ["mlp", "scaled", "encoder"])
+def test_ten_batch_sizes_in_any_order_take_two_plans(model: str, seed: int) -> None:
+    retrograd.cache_clear()
+    net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+    step = scaled_step if model == "scaled" else mlp_step
+    if model == "encoder":
+        net, step = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), encoder_step
+    batches = random.Random(seed).sample(range(2, 20), 10)
+    grads: list[list[Tensor]] = []
+    for scope in (retrograd.disable(), retrograd.enable("inductor", mode="blocking")):
+        net.zero_grad()
+        torch.manual_seed(seed)
+        with scope, counting_fused() as ran:
+            for batch in batches:
+                step(net, batch)
+        grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    check_values(*grads)
+    assert ran.fused == 10 and ran.recordings == ran.plans == 2, (batches, ran)
+
+
+SCALED: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "times": lambda y, by: y.mean() * by,
+    "from the left": lambda y, by: by * y.mean(),
+    "divided": lambda y, by: y.mean() / by,
+    "in place": lambda y, by: y.mean().mul_(by),
+    "before the sum": lambda y, by: (y * by).sum(),
+    "a part": lambda y, by: y.mean() + by * y.square().mean(),
+}
+
+
+@pytest.mark.parametrize("how", SCALED)
+def test_a_loss_scaled_by_a_new_number_at_each_step_compiles_once(how: str) -> None:
+    retrograd.cache_clear()
+    net = net_of(2)
+    grads: list[list[Tensor]] = []
+    for scope in (retrograd.disable(), retrograd.enable("inductor", mode="blocking")):
+        net.zero_grad()
+        with scope, counting_fused() as ran:
+            for step in range(20):
+                SCALED[how](net(torch.ones(2, 4)), 1.5 + 0.1 * step).backward()
+        grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    check_values(*grads)
+    assert ran.fused == 20 and ran.recordings == ran.plans == 1, ran
+
+
+def test_ctrl_c_while_a_plan_is_traced_leaves_it_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(recording: Any) -> None:
+        raise KeyboardInterrupt
+
+    retrograd.cache_clear()
+    net = net_of()
+    with retrograd.enable("inductor", mode="blocking"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_group_trace, "trace", interrupted)
+            one_step(net, 0)
+        assert retrograd.wait(5)
+        with counting_fused() as ran:
+            one_step(net, 0)
+    assert ran.fused == ran.recordings == ran.plans == 1, ran

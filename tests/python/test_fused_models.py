@@ -413,17 +413,6 @@ def test_equal_groups_share_one_plan() -> None:
     assert ran.fused == ran.compiled == 3 and ran.recordings == 2, ran
 
 
-def test_scaled_by_a_new_number_at_each_step() -> None:
-    def program(rec: Recorder) -> None:
-        net = nn.Linear(3, 2)
-        for step in range(24):
-            (net(torch.ones(2, 3)).tanh() * (step * 0.1 + 1.7)).sum().backward()
-        rec.module(net)
-
-    ran = compare_fused(program, path="mixed", reasons=("too_many_keys",))
-    assert ran.recordings == 0, ran
-
-
 def test_torch_compiled_pieces_in_front() -> None:
     def program(rec: Recorder) -> None:
         front, back = nn.Sequential(nn.Linear(4, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, 3), nn.ReLU())

@@ -85,12 +85,22 @@ def test_waiting_for_a_reservation_lets_other_threads_run_and_ends_with_ctrl_c(s
     assert time.monotonic() - start < 30
 
 
+def test_the_limit_from_the_environment_counts(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETROGRAD_CACHE_LIMIT", "250K")
+    store = C.PlanStore(tmp_path / "store")
+    assert store.max_bytes == 250_000
+    for key in (b"1", b"2", b"3"):
+        publish(store, library, key)
+    assert len(store.list()[0]) == 2
+
+
 # The command line ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def environment(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RETROGRAD_CACHE", raising=False)
+    monkeypatch.delenv("RETROGRAD_CACHE_LIMIT", raising=False)
     monkeypatch.setenv("RETROGRAD_CACHE_DIR", str(store.folder))
 
 
@@ -98,20 +108,34 @@ def environment(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 class TestCommandLine:
     def test_ls(self, store: Any, library: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _cli.main(["cache", "ls"]) == 0
-        assert capsys.readouterr().out == f"0 plans, 0 B, in {store.folder}\n"
+        total, limits = capsys.readouterr().out.splitlines()
+        assert total == f"0 plans, 0 B, in {store.folder}"
+        assert limits == "at most 2.1 GB and 2000 plans; the least recently used ones go first"
         publish(store, library)
         publish(store, library, b"nameless", b"\xff\x1b[2J")
         os.utime(publish(store, library, b"damaged").with_name("record"), (1, 1))
         (store.folder / "plans" / store.list()[0][-1]["name"] / "plan.so").unlink()
 
         assert _cli.main(["cache", "ls"]) == 0
-        header, first, second, damaged, total = capsys.readouterr().out.splitlines()
+        header, first, second, damaged, total, _ = capsys.readouterr().out.splitlines()
         assert header.split() == ["PLAN", "SIZE", "LAST", "USED", "NAME", "ENVIRONMENT"]
         assert {line.split("just now")[1].split()[0] for line in (first, second)} == {"mlp", "-"}
         assert all(ENVIRONMENT in line and "100." in line for line in (first, second))
         assert "(unusable: plan.so cannot be opened" in damaged
         assert "days ago" in damaged
         assert total.startswith("3 plans, 200.")
+
+    def test_ls_shows_the_limit_from_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("RETROGRAD_CACHE_LIMIT", "750M")
+        assert _cli.main(["cache", "ls"]) == 0
+        assert "at most 750.0 MB and 2000 plans" in capsys.readouterr().out
+        monkeypatch.setenv("RETROGRAD_CACHE_LIMIT", "lots")
+        assert _cli.main(["cache", "ls"]) == 0
+        shown = capsys.readouterr()
+        assert "at most 2.1 GB" in shown.out
+        assert "RETROGRAD_CACHE_LIMIT=lots is no size" in shown.err
 
     def test_clear(self, store: Any, library: Path, capsys: pytest.CaptureFixture[str]) -> None:
         publish(store, library)
