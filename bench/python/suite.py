@@ -96,7 +96,7 @@ def timed(loss: Tensor) -> float:
 
 
 def compare(name: str, make_loss: Callable[[], Tensor], rounds: int) -> Row:
-    with retrograd.enable():
+    with retrograd.enable("schedule"):
         for _ in range(10):
             make_loss().backward()
     retrograd.reset_stats()
@@ -104,7 +104,7 @@ def compare(name: str, make_loss: Callable[[], Tensor], rounds: int) -> Row:
     for _ in range(rounds):
         stock.append(timed(make_loss()))
         loss = make_loss()
-        with retrograd.enable():
+        with retrograd.enable("schedule"):
             ours.append(timed(loss))
     counted = retrograd.stats()
     assert counted["calls"]["schedule"] - counted["nested_calls"] == rounds, counted
@@ -151,7 +151,7 @@ def threads(count: int, rounds: int, calls: int) -> Row:
     def run(enabled: bool) -> float:
         def work(gate: threading.Barrier, make_loss: Callable[[], Tensor]) -> None:
             torch.set_num_threads(1)  # a property of each thread
-            with retrograd.enable() if enabled else retrograd.disable():
+            with retrograd.enable("schedule") if enabled else retrograd.disable():
                 loss = make_loss()
                 gate.wait()
                 for _ in range(calls):
