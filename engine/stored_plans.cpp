@@ -7,6 +7,7 @@
 #include <torch/version.h>
 
 #include "cache/plan_store.h"
+#include "engine/plan_text.h"
 
 namespace retrograd {
 namespace {
@@ -42,62 +43,6 @@ const cache::PlanStore* store() {
   return instance;
 }
 
-template <class Values>
-void write_line(std::ostream& out, const char* what, const Values& values) {
-  out << what;
-  for (const auto value : values) out << ' ' << static_cast<int64_t>(value);
-  out << '\n';
-}
-
-std::string to_text(const GroupPlan::Io& io, const GroupKey& key, const std::vector<bool>& open,
-                    const std::string& name) {
-  std::ostringstream out;
-  out << "name " << name << '\n';
-  write_line(out, "inputs", io.inputs);
-  write_line(out, "outputs", io.outputs);
-  write_line(out, "numbers", key.numbers);
-  write_line(out, "open", open);
-  write_line(out, "symbols", io.guards.symbols());
-  write_line(out, "extra", io.guards.extra());
-  for (const auto& condition : io.guards.conditions()) write_line(out, "condition", condition);
-  return out.str();
-}
-
-template <class T>
-std::vector<T> read_values(std::istream& in) {
-  std::vector<T> values;
-  for (int64_t value = 0; in >> value;) values.push_back(static_cast<T>(value));
-  return values;
-}
-
-struct Parsed {
-  GroupPlan::Io io;
-  std::vector<int64_t> numbers;
-  std::vector<bool> open;
-};
-// Throws std::invalid_argument for guards that are none.
-Parsed from_text(const std::string& text) {
-  Parsed p;
-  std::vector<uint32_t> symbols;
-  std::vector<uint32_t> extra;
-  std::vector<ShapeGuards::Program> conditions;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream in(line);
-    std::string what;
-    in >> what;
-    if (what == "inputs") p.io.inputs = read_values<uint32_t>(in);
-    if (what == "outputs") p.io.outputs = read_values<int32_t>(in);
-    if (what == "numbers") p.numbers = read_values<int64_t>(in);
-    if (what == "open") p.open = read_values<bool>(in);
-    if (what == "symbols") symbols = read_values<uint32_t>(in);
-    if (what == "extra") extra = read_values<uint32_t>(in);
-    if (what == "condition") conditions.push_back(read_values<int64_t>(in));
-  }
-  p.io.guards = ShapeGuards(std::move(symbols), std::move(conditions), std::move(extra));
-  return p;
-}
-
 std::vector<std::byte> exact_key(const GroupKey& key) {
   const auto fixed = key.fixed[0];
   std::vector<std::byte> bytes(fixed.begin(), fixed.end());
@@ -114,22 +59,13 @@ std::vector<std::byte> open_key(const GroupKey& key, int which) {
   return bytes;
 }
 
-bool serves(const Parsed& p, std::span<const int64_t> numbers) {
-  if (p.numbers.size() != numbers.size()) return false;
-  if (p.open.empty()) return std::ranges::equal(p.numbers, numbers);
-  if (p.open.size() != numbers.size()) return false;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    if (!p.open[i] && numbers[i] != p.numbers[i]) return false;
-  }
-  return p.io.guards.hold(numbers);
-}
-
 std::optional<StoredVersion> load(const cache::StoredPlan& stored, std::span<const int64_t> numbers) {
   try {
-    Parsed p = from_text(stored.metadata);
-    if (!serves(p, numbers)) return std::nullopt;
-    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(p.io)),
-                         std::move(p.numbers), std::move(p.open)};
+    PlanText text = parse_plan_text(stored.metadata);
+    if (!text.serves(numbers)) return std::nullopt;
+    GroupPlan::Io io{std::move(text.inputs), std::move(text.outputs), std::move(text.guards)};
+    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(io)),
+                         std::move(text.numbers), std::move(text.open)};
   } catch (const std::exception&) {  // from another world, though it says otherwise
     return std::nullopt;
   }
@@ -153,7 +89,7 @@ std::optional<StoredVersion> find_stored(const GroupKey& key) {
 std::shared_ptr<const GroupPlan> store_and_load(const GroupKey& key, const std::vector<bool>& open,
                                                 const std::string& library, GroupPlan::Io io, const std::string& name) {
   if (store() != nullptr) {
-    const std::string text = to_text(io, key, open, name);
+    const std::string text = to_text({name, io.inputs, io.outputs, io.guards, key.numbers, open});
     for (int which = 0; which < kMaxOpen; ++which) {
       const auto stored =
           store()->publish(open.empty() ? exact_key(key) : open_key(key, which), environment(), library, text);
