@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cache/leaf.h"
+#include "cache/perturb.h"
 #include "engine/buffers.h"
 #include "engine/gated_hooks.h"
 #include "engine/group_site.h"
@@ -326,6 +327,7 @@ class FusedRun {
       reason_ = ScheduleReason::kTooManyKeys;
       return nullptr;
     }
+    cache::perturb("fused.no_plan");
     if (version->entry->first_look()) {
       if (const GroupPlan* plan = take_stored(group, shapes, *version)) return plan;
     }
@@ -373,6 +375,7 @@ class FusedRun {
       for (size_t i = 0; i < numbers.size(); ++i) {
         if (version.is_open(i) && numbers[i] < 2) return;  // tracing takes such sizes for fixed: another call will do
       }
+      cache::perturb("fused.claiming");
       mine = entry->claim();
       if (mine) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 
+#include "cache/perturb.h"
+
 namespace retrograd {
 
 LibraryPlan::LibraryPlan(std::string library, Io io) : GroupPlan(std::move(io)), library_(std::move(library)) {
@@ -26,6 +28,7 @@ std::unique_ptr<LibraryPlan::Runner> LibraryPlan::take() const {
 
 variable_list LibraryPlan::run(variable_list&& inputs) const {
   auto runner = take();
+  cache::perturb("library.taken");
   variable_list results = runner->boxed_run(std::move(inputs));
   // Not reached when it throws: an instance that failed in the middle is let go.
   const std::lock_guard lock(mutex_);
