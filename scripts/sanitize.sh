@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# sanitize.sh tsan|asan: builds the C++ tests with the preset's sanitizers and runs them, each program as a whole (a
+# process for every test would start libtorch hundreds of times), those of threads once more with delays.
+set -euo pipefail
+source "$(dirname "$0")/lib.sh"
+preset="$1"
+case "$preset" in
+  tsan)
+    # libtorch, oneTBB and the C++ runtime are built without ThreadSanitizer: what their functions do to memory through
+    # intercepted calls cannot be judged, as it does not see how they synchronize.
+    export TSAN_OPTIONS="ignore_noninstrumented_modules=1 suppressions=$root/tests/sanitizers/tsan.supp ${TSAN_OPTIONS:-}"
+    ;;
+  asan)
+    # libtorch's containers are not annotated.
+    export ASAN_OPTIONS="detect_container_overflow=0 ${ASAN_OPTIONS:-}"
+    export LSAN_OPTIONS="suppressions=$root/tests/sanitizers/lsan.supp print_suppressions=0 ${LSAN_OPTIONS:-}"
+    export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
+    ;;
+  *) die "sanitize.sh knows 'tsan' and 'asan', not '$preset'." ;;
+esac
+scripts/build.sh "$preset" cache_test engine_test fused_test replays
+bin="build/$preset/tests"
+failed=()
+run() {
+  say "$*"
+  "$@" >"build/$preset/last.log" 2>&1 || {
+    cat "build/$preset/last.log" >&2
+    failed+=("$(basename "$1")")
+  }
+  tail -n 3 "build/$preset/last.log" | grep -e PASSED -e inputs || true
+}
+for program in cache engine fused; do
+  run "$bin/${program}_test"
+done
+for corpus in tests/fuzz/corpus/*; do
+  run "$bin/replay_${corpus##*/fuzz_}" "$corpus"
+done
+if [ "$preset" = tsan ]; then
+  for seed in 1 2 3; do
+    export RETROGRAD_PERTURB="$seed"
+    say "with delays, seed $seed"
+    run "$bin/cache_test" --gtest_filter='*Threads.*'
+    run "$bin/engine_test" --gtest_filter='Threads.*:Retained.*'
+    run "$bin/fused_test" --gtest_filter='*Thread*:GroupEntry.*'
+  done
+fi
+[ ${#failed[@]} = 0 ] || die "failed: ${failed[*]}"
