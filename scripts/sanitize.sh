@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # sanitize.sh tsan|asan: builds the C++ tests with the preset's sanitizers and runs them, each program as a whole (a
-# process for every test would start libtorch hundreds of times), those of threads once more with delays.
+# process for every test would start libtorch hundreds of times). With tsan, tests of threads run once more with delays,
+# and from Python.
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
 preset="$1"
@@ -18,16 +19,18 @@ case "$preset" in
     ;;
   *) die "sanitize.sh knows 'tsan' and 'asan', not '$preset'." ;;
 esac
-scripts/build.sh "$preset" cache_test engine_test fused_test replays
+targets=(cache_test engine_test fused_test replays)
+[ "$preset" = asan ] || targets+=(_C)
+scripts/build.sh "$preset" "${targets[@]}"
 bin="build/$preset/tests"
 failed=()
 run() {
   say "$*"
   "$@" >"build/$preset/last.log" 2>&1 || {
     cat "build/$preset/last.log" >&2
-    failed+=("$(basename "$1")")
+    failed+=("$*")
   }
-  tail -n 3 "build/$preset/last.log" | grep -e PASSED -e inputs || true
+  grep -E '^\[  PASSED|inputs from| passed' "build/$preset/last.log" || true
 }
 for program in cache engine fused; do
   run "$bin/${program}_test"
@@ -43,5 +46,13 @@ if [ "$preset" = tsan ]; then
     run "$bin/engine_test" --gtest_filter='Threads.*:Retained.*'
     run "$bin/fused_test" --gtest_filter='*Thread*:GroupEntry.*'
   done
+  unset RETROGRAD_PERTURB
+  # Python is built without ThreadSanitizer, so its runtime has to be there first.
+  runtime="$("${CXX:-c++}" -print-file-name=libtsan.so)"
+  for file in threads perturbed; do
+    run env LD_PRELOAD="$runtime" PYTHONPATH="$root/build/$preset/python" "$venv/bin/python" -m pytest -q -p no:cacheprovider \
+      "tests/python/test_$file.py"
+  done
 fi
-[ ${#failed[@]} = 0 ] || die "failed: ${failed[*]}"
+for command in "${failed[@]}"; do say "FAILED: $command"; done
+exit $((${#failed[@]} > 0))

@@ -1,6 +1,6 @@
 // Runs a fuzz program without libFuzzer: over the inputs in a folder, and over variations of them.
 //
-//   replay_trie tests/fuzz/corpus/fuzz_trie [variations of each input; 50 if not given]
+//   replay_trie tests/fuzz/corpus/fuzz_trie [variations of each input; 20 if not given]
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -42,7 +42,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: %s <folder> [variations of each input]\n", argv[0]);
     return 2;
   }
-  const int variations = argc > 2 ? std::atoi(argv[2]) : 50;
+  const int variations = argc > 2 ? std::atoi(argv[2]) : 20;
   std::vector<std::filesystem::path> files;
   for (const auto& entry : std::filesystem::directory_iterator(argv[1])) files.push_back(entry.path());
   std::sort(files.begin(), files.end());
