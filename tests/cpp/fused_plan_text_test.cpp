@@ -61,6 +61,7 @@ TEST(PlanText, RefusesWhatNobodyWrites) {
            {"inputs 0 2", "inputs 0  2"},
            {"inputs 0 2", "inputs 0 2 "},
            {"inputs 0 2", "inputs 0 x 2"},
+           {"inputs 0 2", "inputs 0,2"},
            {"inputs 0 2", "inputs0 2"},
            {"outputs 1 -1 0", "outputs 1 -2 0"},
            {"outputs 1 -1 0", "outputs 1 2147483648 0"},
