@@ -14,7 +14,6 @@ case "$preset" in
   asan)
     # libtorch's containers are not annotated.
     export ASAN_OPTIONS="detect_container_overflow=0 ${ASAN_OPTIONS:-}"
-    export LSAN_OPTIONS="suppressions=$root/tests/sanitizers/lsan.supp print_suppressions=0 ${LSAN_OPTIONS:-}"
     export UBSAN_OPTIONS="print_stacktrace=1 ${UBSAN_OPTIONS:-}"
     ;;
   *) die "sanitize.sh knows 'tsan' and 'asan', not '$preset'." ;;
