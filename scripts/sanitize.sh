@@ -49,7 +49,7 @@ if [ "$preset" = tsan ]; then
   # Python is built without ThreadSanitizer, so its runtime has to be there first.
   runtime="$("${CXX:-c++}" -print-file-name=libtsan.so)"
   for file in threads perturbed; do
-    run env LD_PRELOAD="$runtime" PYTHONPATH="$root/build/$preset/python" "$venv/bin/python" -m pytest -q -p no:cacheprovider \
+    run env LD_PRELOAD="$runtime" PYTHONPATH="$root/build/$preset/python" "$venv/bin/python" -m pytest -q -p no:cacheprovider --capture=sys \
       "tests/python/test_$file.py"
   done
 fi
