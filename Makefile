@@ -1,8 +1,9 @@
 # `make demo` and `make test` set everything up by themselves, in .venv and build/. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-cpp test-python bench tsan asan format lint clean
+.PHONY: help setup build demo test test-cpp test-python bench tsan asan fuzz format lint clean
 .NOTPARALLEL:
 PY := .venv/bin/python
+SECONDS := 60
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,13 +33,14 @@ bench: setup  ## every benchmark, both sides (BENCH_ARGS="--benchmark_filter=hit
 	@scripts/build.sh release retrograd _C benchmarks
 	@scripts/bench.sh $(BENCH_ARGS)
 
-tsan: test-setup  ## cache/ under ThreadSanitizer
-	@scripts/build.sh tsan
-	@.venv/bin/ctest --preset tsan
+tsan: test-setup  ## the C++ tests under ThreadSanitizer
+	@scripts/sanitize.sh tsan
 
-asan: test-setup  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@scripts/build.sh asan
-	@.venv/bin/ctest --preset asan
+asan: test-setup  ## the C++ tests under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer
+	@scripts/sanitize.sh asan
+
+fuzz: setup  ## libFuzzer over what needs no torch, each program for SECONDS=60
+	@scripts/fuzz.sh $(SECONDS)
 
 format: test-setup  ## clang-format and ruff, in place
 	@scripts/format.sh

@@ -16,6 +16,7 @@
 #include "bindings/capture.h"
 #include "bindings/compilers.h"
 #include "bindings/functional_op.h"
+#include "cache/perturb.h"
 #include "engine/callable.h"
 #include "engine/collect.h"
 #include "engine/gated_hooks.h"
@@ -68,6 +69,7 @@ class Family final : public Kept {
   class Flight {
    public:
     Flight(const Family& family, const std::vector<SizeInput>& sizes) : family_(family) {
+      cache::perturb("family.missed");
       const std::lock_guard lock(family.mutex_);
       if (family.compiled_ != nullptr && family.compiled_->fits(sizes)) {
         found_ = family.compiled_;  // landed meanwhile
@@ -95,6 +97,7 @@ class Family final : public Kept {
     }
     ~Flight() {
       if (!flying_) return;
+      cache::perturb("family.landed");
       const std::lock_guard lock(family_.mutex_);
       family_.in_flight_ = false;
     }
@@ -109,6 +112,7 @@ class Family final : public Kept {
     std::vector<std::string>& reasons() const { return family_.reasons_; }
 
     void land(std::shared_ptr<const Compiled> compiled) {
+      cache::perturb("family.landing");
       const std::lock_guard lock(family_.mutex_);
       family_.compiled_.swap(compiled);  // the former one goes after the lock
       family_.attempts_ = 0;
@@ -330,6 +334,7 @@ class CallableCall {
     // Under inputs=, nodes ask the task which of their outputs are needed.
     if (!call_.outputs.empty()) describe_task_();
     if (const auto reason = collect()) return reason;
+    cache::perturb("callable.collected");
     if (runs_users_code()) describe_task_();
     watch.lap(stats.walk_ns);
     const std::shared_ptr<const Family> family = find_family();

@@ -4,6 +4,8 @@
 #include <map>
 #include <shared_mutex>
 
+#include "cache/perturb.h"
+
 namespace retrograd::bindings {
 
 using torch::dynamo::autograd::PyCompilerInterface;
@@ -72,7 +74,10 @@ torch::autograd::functional_apply_t find_function(const std::string& name) {
   return found != functions().by_name.end() ? found->second : nullptr;
 }
 
-CaptureLock::CaptureLock() : mutex_(*capture_mutex()) { mutex_.lock(); }
+CaptureLock::CaptureLock() : mutex_(*capture_mutex()) {
+  mutex_.lock();
+  cache::perturb("capture.locked");
+}
 CaptureLock::CaptureLock(std::chrono::milliseconds patience)
     : mutex_(*capture_mutex()), owns_(mutex_.try_lock_for(patience)) {}
 CaptureLock::~CaptureLock() {

@@ -11,6 +11,7 @@
 #include "bindings/plan_store_module.h"
 #include "bindings/py_ref.h"
 #include "bindings/python_engine.h"
+#include "cache/perturb.h"
 #include "engine/context.h"
 #include "engine/engine.h"
 #include "engine/explain.h"
@@ -265,6 +266,9 @@ PYBIND11_MODULE(_C, m) {
     retrograd::bindings::drop_deferred();
   });
   m.def("current_autograd_node", &current_autograd_node);
+  // For tests of threads (cache/perturb.h).
+  m.def("perturb_with", &retrograd::cache::perturb_with);
+  m.def("perturbations", &retrograd::cache::perturbations);
   m.def("note_ungated_hooks", &retrograd::note_ungated_hooks);
   m.def("set_stock_compiled_autograd_active", &retrograd::set_stock_compiled_autograd_active);
 

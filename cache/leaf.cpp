@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cache/perturb.h"
+
 namespace retrograd::cache {
 
 namespace {
@@ -50,6 +52,7 @@ Leaf::Builder* Leaf::builder_of(KeyView specialization) {
 }
 
 bool Leaf::Flight::take_off(Wait wait) {
+  perturb("leaf.missed");
   MutexLock lock(leaf_.mutex_);
   for (;;) {
     plan_ = leaf_.find(specialization_);
@@ -73,12 +76,14 @@ const void* Leaf::Flight::land(std::shared_ptr<const void> plan) {
   if (plan == nullptr) {
     return nullptr;
   }
+  perturb("leaf.built");
   plan_ = plan.get();
   auto entry = std::make_unique<Entry>();
   entry->specialization.assign(specialization_.begin(), specialization_.end());
   entry->plan = std::move(plan);
   MutexLock lock(leaf_.mutex_);
   entry->next.reset(leaf_.plans_.load(std::memory_order_relaxed));
+  perturb("leaf.publishing");
   leaf_.plans_.store(entry.release(), std::memory_order_release);
   leaf_.plan_count_.fetch_add(1, std::memory_order_release);
   return plan_;
@@ -88,6 +93,7 @@ Leaf::Flight::~Flight() {
   if (!flying_) {
     return;
   }
+  perturb("leaf.landed");
   {
     MutexLock lock(leaf_.mutex_);
     Builder* builder = leaf_.builder_of(specialization_);

@@ -54,6 +54,8 @@
 
 #include <oneapi/tbb/concurrent_hash_map.h>
 
+#include "cache/perturb.h"
+
 namespace retrograd::cache {
 
 namespace {
@@ -136,6 +138,7 @@ std::shared_ptr<Leaf> Trie::find(const Path& path, Memo* memo) const {
   const uint64_t generation = generation_.load(std::memory_order_relaxed);
   if (memo != nullptr) {
     if (Memo::Entry* entry = memo->find(generation, path)) {
+      perturb("trie.remembered");
       if (touch(*entry->leaf)) {
         return entry->leaf;
       }
@@ -146,6 +149,7 @@ std::shared_ptr<Leaf> Trie::find(const Path& path, Memo* memo) const {
   if (leaf == nullptr) {
     return nullptr;
   }
+  perturb("trie.found");
   touch(*leaf);
   return memo == nullptr ? leaf : memo->remember(generation, path, std::move(leaf));
 }
@@ -155,7 +159,9 @@ Trie::Inserted Trie::find_or_insert(const Path& path, Memo* memo) {
     return {std::move(leaf), false};
   }
   const uint64_t generation = generation_.load(std::memory_order_relaxed);
+  perturb("trie.missed");
   Inserted result = insert(path);
+  perturb("trie.inserted");
   if (memo != nullptr) {
     result.leaf = memo->remember(generation, path, std::move(result.leaf));
   }
@@ -171,6 +177,7 @@ std::shared_ptr<Leaf> Trie::lookup(const Path& path) const {
       return nullptr;
     }
     node = next->second.get();
+    perturb("trie.descending");
   }
   Index::Map::const_accessor& end = held[path.size() % 2];
   return index_->edges.find(end, Edge::end_of(node)) ? end->second->leaf : nullptr;
@@ -254,6 +261,7 @@ void Trie::prune(Node* node) noexcept {
 
 void Trie::detach(Use& use) noexcept {
   use.leaf->attached_.store(false, std::memory_order_relaxed);
+  perturb("trie.detaching");
   Node* const parent = use.end->parent;
   index_->edges.erase(Edge::to(*use.end));
   --parent->children;
@@ -271,6 +279,7 @@ std::shared_ptr<Leaf> Trie::evict_one() noexcept {
     oldest.stamp = stamp;
     std::push_heap(uses_.begin(), uses_.end(), std::greater<>());
   }
+  perturb("trie.evicting");
   detach(uses_.back());
   std::shared_ptr<Leaf> leaf = std::move(uses_.back().leaf);
   uses_.pop_back();
@@ -321,6 +330,7 @@ void Trie::clear() {
   std::vector<Use> dropped;  // outlives the lock, as above
   MutexLock lock(mutex_);
   generation_.store(next_generation(), std::memory_order_relaxed);
+  perturb("trie.clearing");
   dropped.swap(uses_);
   for (Use& use : dropped) {
     detach(use);

@@ -11,6 +11,16 @@ if(RETROGRAD_SANITIZE)
     add_compile_options(-fno-sanitize=vptr -fno-sanitize-recover=undefined)
     add_link_options(-fno-sanitize=vptr)
   endif()
+  if(RETROGRAD_SANITIZE MATCHES "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # ThreadSanitizer does not see fences, and GCC says so wherever torch's headers have one. Ours have none.
+    add_compile_options(-Wno-tsan)
+  endif()
+endif()
+if(RETROGRAD_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    message(FATAL_ERROR "RETROGRAD_FUZZ needs clang: use the preset fuzz.")
+  endif()
+  add_compile_options(-fsanitize=fuzzer-no-link)
 endif()
 
 # retrograd_sources(<variable> <glob>...): the files that match, looked up again at every build.

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 
+#include "cache/perturb.h"
 #include "engine/fork.h"
 #include "engine/plan_cache.h"
 
@@ -34,6 +35,7 @@ class RecentPlans {
       // The root's input is not part of what bind() compares.
       if (call.single_root && entry.schedule->shape().root_input != call.roots[0].input_nr) continue;
       if (!entry.schedule->bind(root, call.nodes)) continue;
+      cache::perturb("recent.bound");
       if (!trie.touch(*entry.leaf)) {  // evicted: must be found anew, or made anew
         forget(i);
         return {};
@@ -128,6 +130,7 @@ FoundPlan find_plan(Node& root, PreparedCall& call, ThreadStats& stats) {
   path.clear();
   append_keys(shape, path);
   FoundPlan found;
+  cache::perturb("plan.walked");
   found.leaf = plan_trie().find_or_insert(path, large ? nullptr : &mine.memo).leaf;
   // The same structure in the same order makes the same schedule, so one per leaf is enough. Making it runs no
   // user code and takes microseconds: threads that want the same one wait.

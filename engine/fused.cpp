@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "cache/perturb.h"
 #include "engine/buffers.h"
 #include "engine/fused_graph.h"
 #include "engine/gated_hooks.h"
@@ -256,6 +257,7 @@ class FusedRun {
       keeps_changing(group, site);
       return nullptr;
     }
+    cache::perturb("fused.no_plan");
     if (version->entry->first_look()) {
       if (const GroupPlan* plan = take_stored(group, shapes, *version)) return plan;
     }
@@ -323,6 +325,7 @@ class FusedRun {
       for (size_t i = 0; i < numbers.size(); ++i) {
         if (version.is_open(i) && numbers[i] < 2) return;  // tracing takes such sizes for fixed: another call will do
       }
+      cache::perturb("fused.claiming");
       mine = entry->claim();
       if (mine) {
         steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed

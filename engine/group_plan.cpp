@@ -5,6 +5,8 @@
 #include <ATen/DynamicLibrary.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 
+#include "cache/perturb.h"
+
 namespace retrograd {
 
 // Adds what a model in a library says of itself.
@@ -55,6 +57,7 @@ std::unique_ptr<LibraryPlan::Runner> LibraryPlan::take() const {
 
 variable_list LibraryPlan::run(variable_list&& inputs) const {
   auto runner = take();
+  cache::perturb("library.taken");
   variable_list results = runner->boxed_run(std::move(inputs));
   // Not reached when it throws: an instance that failed in the middle is let go.
   const std::lock_guard lock(mutex_);

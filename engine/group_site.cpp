@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cache/perturb.h"
+
 namespace retrograd {
 
 GroupShapes::~GroupShapes() {
@@ -33,6 +35,7 @@ const GroupShapes::Version* GroupShapes::find(std::span<const int64_t> numbers) 
 }
 
 const GroupShapes::Version* GroupShapes::find_or_add(std::span<const int64_t> numbers) const {
+  cache::perturb("shapes.missed");
   const std::lock_guard lock(mutex_);
   if (const Version* found = find(numbers)) return found;
   if (size() >= kMaxVersions) return nullptr;
@@ -59,6 +62,7 @@ const GroupShapes::Version* GroupShapes::append(std::unique_ptr<Link> link) cons
   std::atomic<Link*>* end = &first_;
   while (Link* const last = end->load(std::memory_order_acquire)) end = &last->next;
   const Version* const version = &link->version;
+  cache::perturb("shapes.publishing");
   end->store(link.release(), std::memory_order_release);
   size_.store(size() + 1, std::memory_order_release);
   return version;

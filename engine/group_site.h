@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 
+#include "cache/perturb.h"
 #include "engine/group_key.h"
 #include "engine/group_plan.h"
 #include "engine/region.h"
@@ -43,6 +44,7 @@ class GroupEntry {
   void settle(std::shared_ptr<const GroupPlan> plan) const {
     owner_ = std::move(plan);
     plan_.store(owner_.get(), std::memory_order_release);
+    cache::perturb("entry.settling");
     state_.store(State::kReady, std::memory_order_release);
   }
   // `member`: the node that cannot be in any group; -1: this key cannot be served.

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "cache/perturb.h"
 #include "engine/fork.h"
 #include "engine/stats.h"
 
@@ -20,6 +21,7 @@ RetainedCall::RetainedCall(bool keep_graph, c10::function_ref<void(Wait)> outsid
   for (;;) {
     const uint32_t before = mine.load(std::memory_order_relaxed);
     mine.store(before + 1, std::memory_order_seq_cst);
+    cache::perturb("retained.counted");
     // A call nested in one that is counted must go on: the capturing thread has seen that one and given up.
     if (before > 0 || !capturing_retained.load(std::memory_order_seq_cst)) return;
     mine.store(before, std::memory_order_seq_cst);
@@ -36,6 +38,7 @@ RetainedCall::~RetainedCall() {
 CaptureRight::CaptureRight(bool keep_graph, const CallFrame& frame) : retained_(keep_graph) {
   if (!retained_) return;
   capturing_retained.store(true, std::memory_order_seq_cst);
+  cache::perturb("capture.announced");
   // Calls of this chain wait for this one; they may have come in on other threads.
   const auto in_chain = [&frame](const ThreadStats& thread) {
     uint32_t calls = 0;
@@ -51,6 +54,7 @@ CaptureRight::CaptureRight(bool keep_graph, const CallFrame& frame) : retained_(
 
 CaptureRight::~CaptureRight() {
   if (!retained_) return;
+  cache::perturb("capture.ending");
   capturing_retained.store(false, std::memory_order_seq_cst);
   capturing_retained.notify_all();
 }

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "cache/perturb.h"
 #include "engine/fork.h"
 #include "engine/plan_cache.h"
 
@@ -87,6 +88,7 @@ ThreadStats::ThreadStats() {
 ThreadStats::~ThreadStats() {
   std::lock_guard lock(registry().mutex);
   registry().live.erase(this);
+  cache::perturb("stats.thread_ending");
   accumulate(registry().exited, *this);
 }
 
@@ -117,6 +119,7 @@ Stats stats() {
 void reset_stats() noexcept {
   std::lock_guard lock(registry().mutex);
   registry().baseline = registry().sum_locked();
+  cache::perturb("stats.resetting");
   // The deepest call is a maximum, not a sum, so it cannot be subtracted. A thread that raises its own at this
   // moment may keep the old value; its next deeper call corrects it.
   registry().exited.max_depth = 0;

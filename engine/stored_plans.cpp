@@ -1,19 +1,15 @@
 #include "engine/stored_plans.h"
 
 #include <algorithm>
-#include <charconv>
 #include <fstream>
 #include <iterator>
-#include <set>
 #include <sstream>
-#include <stdexcept>
-#include <system_error>
-#include <type_traits>
 #include <utility>
 
 #include <c10/util/ConstexprCrc.h>
 #include <torch/version.h>
 
+#include "engine/plan_text.h"
 #include "retrograd/plan_store.h"
 
 namespace retrograd {
@@ -49,92 +45,6 @@ const cache::PlanStore* store() {
     return std::make_unique<const cache::PlanStore>(*folder, cache::PlanStore::default_limits()).release();
   }();
   return instance;
-}
-
-template <class Values>
-void write_line(std::ostream& out, const char* what, const Values& values) {
-  out << what;
-  for (const auto value : values) out << ' ' << static_cast<int64_t>(value);
-  out << '\n';
-}
-
-std::string to_text(const GroupPlan::Io& io, const GroupKey& key, const std::vector<bool>& open,
-                    const std::string& name) {
-  std::ostringstream out;
-  out << "name " << name << '\n';
-  write_line(out, "inputs", io.inputs);
-  write_line(out, "outputs", io.outputs);
-  write_line(out, "numbers", key.numbers);
-  write_line(out, "open", open);
-  write_line(out, "symbols", io.guards.symbols());
-  write_line(out, "extra", io.guards.extra());
-  for (const auto& condition : io.guards.conditions()) write_line(out, "condition", condition);
-  return out.str();
-}
-
-void require(bool holds) {
-  if (!holds) throw std::invalid_argument("a plan's metadata is not of this version.");
-}
-
-// All of a line that is left.
-template <class T>
-std::vector<T> read_values(std::istream& in) {
-  std::vector<T> values;
-  for (std::string word; in >> word;) {
-    int64_t value = 0;
-    const char* const end = word.data() + word.size();
-    const auto read = std::from_chars(word.data(), end, value);
-    require(read.ec == std::errc() && read.ptr == end);
-    if constexpr (std::is_same_v<T, bool>) {
-      require(value == 0 || value == 1);
-    } else {
-      require(std::in_range<T>(value));
-    }
-    values.push_back(static_cast<T>(value));
-  }
-  return values;
-}
-
-struct Parsed {
-  GroupPlan::Io io;
-  std::vector<int64_t> numbers;
-  std::vector<bool> open;
-};
-// Throws std::invalid_argument for what to_text() does not write.
-Parsed from_text(const std::string& text) {
-  Parsed p;
-  std::vector<uint32_t> symbols;
-  std::vector<uint32_t> extra;
-  std::vector<ShapeGuards::Program> conditions;
-  std::set<std::string> seen;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream in(line);
-    std::string what;
-    in >> what;
-    require(seen.insert(what).second || what == "condition");
-    if (what == "inputs") {
-      p.io.inputs = read_values<uint32_t>(in);
-    } else if (what == "outputs") {
-      p.io.outputs = read_values<int32_t>(in);
-    } else if (what == "numbers") {
-      p.numbers = read_values<int64_t>(in);
-    } else if (what == "open") {
-      p.open = read_values<bool>(in);
-    } else if (what == "symbols") {
-      symbols = read_values<uint32_t>(in);
-    } else if (what == "extra") {
-      extra = read_values<uint32_t>(in);
-    } else if (what == "condition") {
-      conditions.push_back(read_values<int64_t>(in));
-    } else {
-      require(what == "name");
-    }
-  }
-  seen.erase("condition");
-  require(seen.size() == 7);
-  p.io.guards = ShapeGuards(std::move(symbols), std::move(conditions), std::move(extra));
-  return p;
 }
 
 // Whether all that the plan speaks of is there: it is used without further looks.
@@ -181,23 +91,15 @@ std::vector<std::byte> reservation_key(const GroupKey& key, const std::vector<bo
   return bytes;
 }
 
-bool serves(const Parsed& p, std::span<const int64_t> numbers) {
-  if (p.numbers.size() != numbers.size()) return false;
-  if (!p.open.empty() && p.open.size() != numbers.size()) return false;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    if ((p.open.empty() || !p.open[i]) && numbers[i] != p.numbers[i]) return false;
-  }
-  return p.io.guards.hold(numbers);  // of an exact plan: that there are as many numbers as it speaks of
-}
-
 std::optional<StoredVersion> load(const cache::StoredPlan& stored, const StoredQuery& query,
                                   const std::vector<bool>* open) {
   try {
-    Parsed p = from_text(stored.metadata);
-    if (!fits(p.io, query) || !serves(p, query.key.numbers)) return std::nullopt;
-    if (open != nullptr && p.open != *open) return std::nullopt;
-    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(p.io)),
-                         std::move(p.numbers), std::move(p.open)};
+    PlanText text = parse_plan_text(stored.metadata);
+    if (!text.serves(query.key.numbers) || (open != nullptr && text.open != *open)) return std::nullopt;
+    GroupPlan::Io io{std::move(text.inputs), std::move(text.outputs), std::move(text.guards)};
+    if (!fits(io, query)) return std::nullopt;
+    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(io)),
+                         std::move(text.numbers), std::move(text.open)};
   } catch (const std::exception&) {  // from another world, though it says otherwise
     return std::nullopt;
   }
@@ -229,7 +131,7 @@ std::optional<cache::Reservation> reserve_stored(const GroupKey& key, const std:
 std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const std::vector<bool>& open,
                                                 const std::string& library, GroupPlan::Io io, const std::string& name) {
   if (store() != nullptr) {
-    const std::string text = to_text(io, query.key, open, name);
+    const std::string text = to_text({name, io.inputs, io.outputs, io.guards, query.key.numbers, open});
     for (int which = 0; which < kMaxOpen; ++which) {
       const auto key = open.empty() ? exact_key(query.key) : open_key(query.key, which);
       const auto stored = store()->publish(key, environment(), library, text);

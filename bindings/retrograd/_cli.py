@@ -98,7 +98,7 @@ def _verify(store: Any, arguments: argparse.Namespace) -> int:
 
 
 def _title(metadata: bytes) -> str:
-    """The plan's name for people, which is in the metadata's first line (engine/stored_plans.cpp)."""
+    """The plan's name for people, which is in the metadata's first line (engine/plan_text.cpp)."""
     what, _, name = metadata.partition(b"\n")[0].decode(errors="replace").partition(" ")
     return _printable(name) if what == "name" else "-"
 

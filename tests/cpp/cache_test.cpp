@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "cache/trie.h"
+#include "trie_model.h"
 
 namespace retrograd::cache {
 namespace {
@@ -725,62 +726,7 @@ TEST(Trie, LongChainsEndWithoutRecursion) {
   }  // and by destruction
 }
 
-// --- Against a model: a map from the sequence of keys, with the order of uses beside it ---
-
-class Model {
- public:
-  using Keys = std::vector<std::string>;
-  explicit Model(size_t max_leaves) : max_leaves_(max_leaves) {}
-
-  std::shared_ptr<Leaf> find(const Keys& keys) {
-    const auto found = leaves_.find(keys);
-    if (found == leaves_.end()) {
-      return nullptr;
-    }
-    use(keys);
-    return found->second;
-  }
-  void insert(const Keys& keys, std::shared_ptr<Leaf> leaf) {
-    leaves_[keys] = std::move(leaf);
-    serial_[keys] = ++inserts_;
-    stamp_[keys] = epoch_ + 1;
-    epoch_ += 2;
-    shrink();
-  }
-  void shrink() {
-    while (leaves_.size() > max_leaves_) {
-      const auto oldest = std::ranges::min_element(
-          leaves_, {}, [&](const auto& entry) { return std::pair(stamp_[entry.first], serial_[entry.first]); });
-      leaves_.erase(oldest);
-      ++evictions_;
-    }
-  }
-  void clear() { leaves_.clear(); }
-  void set_limit(size_t max_leaves) {
-    max_leaves_ = max_leaves;
-    shrink();
-  }
-  Trie::Stats stats() const {
-    std::map<Keys, bool> prefixes;
-    for (const auto& [keys, leaf] : leaves_) {
-      for (size_t n = 1; n <= keys.size(); ++n) {
-        prefixes[Keys(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(n))] = true;
-      }
-    }
-    return {leaves_.size(), prefixes.size(), evictions_, inserts_};
-  }
-
- private:
-  void use(const Keys& keys) { stamp_[keys] = epoch_; }
-
-  size_t max_leaves_;
-  std::map<Keys, std::shared_ptr<Leaf>> leaves_;
-  std::map<Keys, uint64_t> stamp_;
-  std::map<Keys, uint64_t> serial_;
-  uint64_t epoch_ = 0;
-  uint64_t inserts_ = 0;
-  uint64_t evictions_ = 0;
-};
+// --- Against a model ---
 
 TEST(Trie, AgreesWithAMapOverRandomOperations) {
   for (uint32_t seed = 0; seed < 20; ++seed) {
@@ -788,11 +734,11 @@ TEST(Trie, AgreesWithAMapOverRandomOperations) {
     const auto below = [&](uint32_t n) { return static_cast<uint32_t>(random() % n); };
     const size_t limit = 1 + below(12);
     Trie trie(Trie::Limits{.max_leaves = limit});
-    Model model(limit);
+    TrieModel model({.max_leaves = limit});
     std::deque<Memo> memos(2);
     Path p;
     for (int step = 0; step < 3'000; ++step) {
-      Model::Keys keys(below(4));
+      TrieModel::Keys keys(below(4));
       p.clear();
       for (std::string& key : keys) {
         key = std::string(below(2), 'x') + std::string(below(2), 'y');
@@ -819,9 +765,9 @@ TEST(Trie, AgreesWithAMapOverRandomOperations) {
         trie.find(p, memo);
         const size_t smaller = below(12);
         trie.set_limits({.max_leaves = smaller});
-        model.set_limit(smaller);
+        model.set_limits({.max_leaves = smaller});
         trie.set_limits({.max_leaves = limit});
-        model.set_limit(limit);
+        model.set_limits({.max_leaves = limit});
       }
       const Trie::Stats a = trie.stats();
       const Trie::Stats b = model.stats();

@@ -203,6 +203,7 @@ TEST_F(CustomFunctions, GradModeDoesNotLeakFromFunctions) {
       torch::autograd::backward({loss}, {}, std::nullopt, create_graph);
       record.line("after ", at::GradMode::is_enabled());
       record.tensor("x", x.grad());
+      x.mutable_grad() = at::Tensor();  // with its graph it would keep x, and itself, for ever
     });
   }
 }

@@ -399,6 +399,7 @@ TEST_F(Gradients, GradTakesGradientsOverExactlyWhenStockDoes) {
                         x.grad().const_data_ptr() == last_gradient);
             record.tensor("x", x.grad());
             kept_gradient = at::Tensor();
+            x.mutable_grad() = at::Tensor();  // with its graph it would keep x, and itself, for ever
           }
         }
       }
@@ -455,6 +456,7 @@ TEST_F(Gradients, AccumulationInPlaceKeepsTheGradWhereItIs) {
     record.line("with a graph ", x.grad().const_data_ptr() == place);
     record.tensor("x", x.grad());
     record.tensor("held", held);
+    x.mutable_grad() = at::Tensor();  // with its graph it would keep x, and itself, for ever
   });
 }
 

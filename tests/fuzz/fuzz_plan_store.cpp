@@ -1,8 +1,4 @@
 // libFuzzer over the files of a stored plan: whatever they contain, find() gives out what was published or nothing.
-//
-//   CXX=clang++ cmake -S . -B build/fuzz -G Ninja -DRETROGRAD_CACHE_ONLY=ON -DRETROGRAD_FUZZ=ON
-//   cmake --build build/fuzz --target fuzz_plan_store && build/fuzz/tests/fuzz_plan_store -max_total_time=120
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -11,6 +7,7 @@
 
 #include "cache/plan_record.h"
 #include "cache/plan_store.h"
+#include "fuzz_util.h"
 
 namespace {
 
@@ -19,6 +16,7 @@ using retrograd::cache::KeyView;
 using retrograd::cache::PlanStore;
 using retrograd::cache::files::Header;
 using retrograd::cache::files::Record;
+using retrograd::fuzz::require;
 
 constexpr std::string_view kKey = "key";
 constexpr std::string_view kEnvironment = "environment";
@@ -27,13 +25,6 @@ constexpr std::string_view kLibrary = "\177ELF, a library";
 constexpr std::string_view kSide = "{\"nodes\": []}";
 
 KeyView key() { return std::as_bytes(std::span(kKey.data(), kKey.size())); }
-
-void require(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "%s\n", what);
-    std::abort();
-  }
-}
 
 std::string read_file(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
