@@ -23,9 +23,7 @@ constexpr auto kPatience = 10s;
 class Claim {
  public:
   explicit Claim(std::shared_ptr<const GroupEntry> entry) : entry_(std::move(entry)) {}
-  ~Claim() {
-    if (!settled_) entry_->give_back();
-  }
+  ~Claim() { give_back(); }
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 
@@ -36,6 +34,10 @@ class Claim {
   void refuse(int32_t member) {
     if (std::exchange(settled_, true)) return;
     entry_->refuse(member);
+  }
+  void give_back() {
+    if (std::exchange(settled_, true)) return;
+    entry_->give_back();
   }
 
  private:
@@ -106,7 +108,8 @@ void add_group_compiler(py::module_& m) {
              thread_stats().plans.add(1);
              claim.settle(plan.plan);
            })
-      .def("refuse", &Claim::refuse);
+      .def("refuse", &Claim::refuse)
+      .def("give_back", &Claim::give_back);
   py::class_<ShapeGuards>(m, "ShapeGuards")
       .def(py::init<std::vector<uint32_t>, std::vector<ShapeGuards::Program>, std::vector<uint32_t>>());
   py::class_<Plan>(m, "Plan")
