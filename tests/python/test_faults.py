@@ -436,7 +436,7 @@ def test_memory_runs_out() -> None:
         with scope():
             torch.testing.assert_close(gradients(40)[:10], want[:10])  # all threads and plans are there
             failed = 0
-            for room in range(0, 400, 40):
+            for room in range(0, 400, 80):
                 try:
                     got = gradients(40)
                 except (RuntimeError, MemoryError) as error:
@@ -448,7 +448,7 @@ def test_memory_runs_out() -> None:
                 before = retrograd.stats()["calls"][name]
                 torch.testing.assert_close(gradients(1), want)
                 assert retrograd.stats()["calls"][name] == before + 1, (name, retrograd.stats())
-            assert 0 < failed < 10, (name, failed)  # neither never nor always
+            assert 0 < failed < 5, (name, failed)  # neither never nor always
         print(name, flush=True)
     """)
     assert output.split() == list(SCOPES)
@@ -486,19 +486,13 @@ def test_a_killed_worker_and_the_next_compile(caplog: pytest.LogCaptureFixture) 
     _fused.forget()
     _lowering.shutdown()
 
-    def kill() -> None:
-        end = time.monotonic() + 60
-        while not _lowering._pool._workers and time.monotonic() < end:
-            time.sleep(0.01)
-        for worker in list(_lowering._pool._workers):
-            os.kill(worker._process.pid, signal.SIGKILL)
-            time.sleep(0.3)  # a worker that dies before its job gets a successor
-
     stop = threading.Event()
 
-    def keep_killing() -> None:
+    def keep_killing() -> None:  # a worker that dies before its job gets a successor, once
         while not stop.wait(0.05):
-            kill()
+            for worker in list(_lowering._pool._workers):
+                with contextlib.suppress(OSError):
+                    os.kill(worker._process.pid, signal.SIGKILL)
 
     killer = threading.Thread(target=keep_killing, daemon=True)
     killer.start()
@@ -1021,6 +1015,20 @@ ENDS = {
         (worker,) = _lowering._pool._workers
         print(worker._process.pid, flush=True)
         """,
+    "SIGTERM": """
+        import signal
+        os.environ["RETROGRAD_LOWERING"] = ""
+        signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(7))
+        def terminate():
+            from retrograd import _lowering
+            while not _lowering._pool._workers:
+                time.sleep(0.01)
+            (worker,) = _lowering._pool._workers
+            print(worker._process.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=terminate).start()
+        train("blocking", 1)
+        """,
     "exit in a hook": """
         first[1].register_full_backward_hook(lambda *ignored: sys.exit(7))
         train("blocking", 1)
@@ -1048,8 +1056,8 @@ def test_a_program_ends_in_the_middle_of_it() -> None:
     with ThreadPoolExecutor(2) as threads:
         results = dict(zip(ENDS, threads.map(run, ENDS), strict=True))
     for name, (code, said, errors) in results.items():
-        assert (code, errors) == (7 if name == "exit in a hook" else 0, ""), (name, said)
-    for name in ("compile", "threads that wait for a compile"):
+        assert (code, errors) == (7 if name in ("exit in a hook", "SIGTERM") else 0, ""), (name, said)
+    for name in ("compile", "threads that wait for a compile", "SIGTERM"):
         worker = int(results[name][1])
         eventually(lambda: not members(worker), 10)
     assert results["backward at exit"][1].strip() == "4", "all calls ran by their nodes"
@@ -1193,10 +1201,8 @@ def test_settings_that_change_between_calls(scope: str, setting: str, batches: l
         for x in inputs:
             with retrograd.disable():
                 want = gradients(changes, x)
-            for call in range(3):
-                # A size that is new may have to be tried as an open one first.
-                last = calls_on(scope, 1) if call == 2 else contextlib.nullcontext()
-                with SCOPES[scope](), last:
+            for _ in range(2):
+                with SCOPES[scope](), calls_on(scope, 1):
                     got = gradients(changes, x)
                 if scope == "schedule":
                     assert torch.equal(got[0], want[0])
