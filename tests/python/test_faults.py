@@ -72,6 +72,11 @@ def calls_on(path: str, count: int) -> Iterator[None]:
     assert ran == ({path: count} if count else {}), ran
 
 
+def interrupt(number: int) -> None:
+    """A signal, to the thread that runs the handlers: it may be waiting for the thread that calls this."""
+    signal.pthread_kill(threading.main_thread().ident, number)  # type: ignore[arg-type]
+
+
 def step(net: nn.Module, seed: int = 0) -> list[Tensor]:
     """One backward of `net`; its gradients, which the net does not keep."""
     net.zero_grad()
@@ -285,7 +290,7 @@ def test_sys_exit_and_ctrl_c_inside_a_call(scope: str, place: str) -> None:
         raised.append(lambda: None)
         (want,) = torch.autograd.grad(program(x), x)
     with SCOPES[scope]():
-        for leave in (lambda: sys.exit(3), lambda: signal.raise_signal(signal.SIGINT)):
+        for leave in (lambda: sys.exit(3), lambda: interrupt(signal.SIGINT)):
             raised.append(leave)
             with pytest.raises((SystemExit, KeyboardInterrupt)):
                 program(x).backward()
@@ -517,11 +522,11 @@ def test_while_a_compile_hangs_others_run_and_ctrl_c_ends_the_wait(monkeypatch: 
         want = step(net)
     with compiles(monkeypatch) as futures:
         for first in (True, False):  # who has it compiled, and who waits for another call's compile
-            interrupt = threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT))
-            interrupt.start()
+            timer = threading.Timer(0.5, lambda: interrupt(signal.SIGINT))
+            timer.start()
             with pytest.raises(KeyboardInterrupt), fused():
                 step(net)
-            interrupt.join()
+            timer.join()
             assert len(futures) == 1, first
         assert not retrograd.wait(0)
         with retrograd.enable("inductor", mode="background"), calls_on("schedule", 3):
@@ -701,7 +706,7 @@ def handling(number: int, handler: Callable[..., Any]) -> Iterator[None]:
 def test_ctrl_c_while_a_graph_is_traced_leaves_the_plan_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     net, want = net_and_gradients()
     _fused.forget()
-    Fault(monkeypatch, _group_trace, "trace", lambda: (signal.raise_signal(signal.SIGINT), time.sleep(0.3)))
+    Fault(monkeypatch, _group_trace, "trace", lambda: (interrupt(signal.SIGINT), time.sleep(0.3)))
     with fused(), counting_fused() as ran:
         with pytest.raises(KeyboardInterrupt):
             step(net)
@@ -715,7 +720,7 @@ def test_an_error_of_a_signal_handler_is_not_taken_for_the_compilers(monkeypatch
 
     net, want = net_and_gradients()
     _fused.forget()
-    Fault(monkeypatch, _group_trace, "trace", lambda: (signal.raise_signal(signal.SIGALRM), time.sleep(0.3)))
+    Fault(monkeypatch, _group_trace, "trace", lambda: (interrupt(signal.SIGALRM), time.sleep(0.3)))
     with handling(signal.SIGALRM, expire), fused(), pytest.raises(TimeoutError, match="the user's own"):
         step(net)
     expect_works("fused", net, want)
@@ -738,11 +743,11 @@ def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypat
     def compiler(graph: Any) -> Any:
         if not asked:
             asked.append(graph)
-            signal.raise_signal(signal.SIGALRM)
+            interrupt(signal.SIGALRM)
         return graph
 
     _fused.forget()
-    raises = (lambda: signal.raise_signal(signal.SIGALRM), lambda: time.sleep(0.2))
+    raises = (lambda: interrupt(signal.SIGALRM), lambda: time.sleep(0.2))
     if moment == "trace":
         Fault(monkeypatch, _group_trace, "trace", lambda: [act() for act in raises])
     elif moment == "compile":
@@ -753,7 +758,7 @@ def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypat
         net.zero_grad()
         loss = net(leaf(2, 4).detach()).pow(2)
         if moment == "hook":
-            loss.register_hook(lambda g: signal.raise_signal(signal.SIGALRM))
+            loss.register_hook(lambda g: interrupt(signal.SIGALRM))
         loss.sum().backward()
     check_values(want, [p.grad for p in net.parameters()])  # type: ignore[misc]
     assert len(inner) == 1
@@ -773,7 +778,7 @@ def test_a_signal_handler_that_forks_in_the_middle_of_a_call(scope: str, monkeyp
 
     def forks(*graph: Any) -> Any:
         if not children:
-            signal.raise_signal(signal.SIGUSR1)
+            interrupt(signal.SIGUSR1)
             time.sleep(0.2)
         return graph[0] if graph else None
 
@@ -943,6 +948,7 @@ def test_threads_that_end_inside_a_block_with_a_plan_under_way() -> None:
         check_values(want, step(net))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_by_an_exception_of_its_backward() -> None:
     net, want = net_and_gradients()
 
