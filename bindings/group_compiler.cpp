@@ -26,9 +26,7 @@ constexpr auto kPatience = 10s;
 class Claim {
  public:
   explicit Claim(std::shared_ptr<const GroupEntry> entry) : entry_(std::move(entry)) {}
-  ~Claim() {
-    if (!settled_) entry_->give_back();
-  }
+  ~Claim() { give_back(); }
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
 

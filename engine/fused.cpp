@@ -325,10 +325,12 @@ class FusedRun {
       for (size_t i = 0; i < numbers.size(); ++i) {
         if (version.is_open(i) && numbers[i] < 2) return;  // tracing takes such sizes for fixed: another call will do
       }
+      // Under inputs=, nodes ask the task which of their outputs are needed. Before the claim: whoever has that makes
+      // the plan or gives it back, and this may run out of memory.
+      steps_.describe();
       cache::perturb("fused.claiming");
       mine = entry->claim();
       if (mine) {
-        steps_.describe();  // under inputs=, nodes ask the task which of their outputs are needed
         const MakingPlan making(run_.frame);
         if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
           reason_ = ScheduleReason::kGraphInUse;

@@ -15,13 +15,18 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrograd import _importing, _lowering, _turns, _worker
 from retrograd._load import C as _C
 
 logger = logging.getLogger("retrograd")
+
+# Seconds for calls that waited for a plan to come to their end before the interpreter does.
+_GRACE = 0.2
 
 
 def make(recording: Any, claim: Any, wait: bool) -> None:
@@ -39,35 +44,61 @@ def forget() -> None:
     _state.forget()
 
 
+@dataclass(eq=False)
+class _Work:
+    recording: Any
+    claim: Any
+    is_waited_for: bool
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class _State:
     """What the process's threads share. Its lock is held for look-ups only."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal handler or a finalizer that runs in the middle of it may call backward and come here again.
+        self._lock = threading.RLock()
         self._plans: dict[bytes, Future[Any]] = {}  # by content: equal groups share one plan
-        self._queue: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._pending = 0
+        self._stopped = False
+        self._pending: set[_Work] = set()
         self._idle = threading.Condition(self._lock)
         self._folder: str | None = None
         self._turns = _turns.Turns()
 
     def add(self, recording: Any, claim: Any, wait: bool) -> None:
-        with self._lock:
-            self._pending += 1
-            if not wait and self._thread is None:
-                self._thread = threading.Thread(target=self._trace_all, name="retrograd-trace", daemon=True)
-                self._thread.start()
-        if not wait:
-            self._queue.put((recording, claim))
+        is_queued = False
+        try:
+            work = _Work(recording, claim, wait)
+            if threading.current_thread() is self._thread:  # what is traced calls backward: it would wait for itself
+                is_queued = True
+                self._start(work)
+                return
+            with self._lock:
+                if self._stopped:
+                    return
+                if self._thread is None:
+                    thread = threading.Thread(target=self._trace_all, name="retrograd-trace", daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._queue.put(work)
+                is_queued = True
+                self._pending.add(work)
+        except RuntimeError as error:  # no thread can be started
+            _warn_once(error)
             return
-        done = threading.Event()
-        self._start(recording, claim, done)
-        done.wait()
+        finally:
+            if not is_queued:
+                claim.give_back()  # the next call tries again, whoever keeps a traceback with the claim
+        # A call waits for another thread even if it has to wait anyway: a signal handler's exception ends the call, but
+        # not the making of the plan, which other calls may be waiting for too.
+        while wait and not work.done.wait(1) and self is _state:  # another state: a signal handler has forked
+            pass
 
     def wait(self, timeout: float | None) -> bool:
         with self._idle:
-            return self._idle.wait_for(lambda: self._pending == 0, timeout)
+            return self._idle.wait_for(lambda: not self._pending, timeout)
 
     def forget(self) -> None:
         with self._lock:
@@ -75,24 +106,38 @@ class _State:
 
     def _trace_all(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._start(*work)
+            self._start(work)
             del work
 
     def stop(self) -> None:
         """At exit. A thread that is in the middle of libtorch's code when Python goes would take the process along."""
         self._turns.stop()
         with self._lock:
+            self._stopped = True
             thread = self._thread
+            is_waited_for = any(work.is_waited_for for work in self._pending)
         if thread is None:
             return
         with contextlib.suppress(queue.Empty):
             while True:
-                self._queue.get_nowait()
+                work = self._queue.get_nowait()
+                if work is not None:
+                    work.claim.give_back()
+                    self._finish(work)
         self._queue.put(None)
         thread.join(10)
+        _lowering.close()
+        if is_waited_for:  # by daemon threads, whose calls go on by their nodes now
+            time.sleep(_GRACE)
 
-    def _start(self, recording: Any, claim: Any, done: threading.Event | None = None) -> None:
-        digest = hashlib.sha256(recording.content).digest()
+    def _finish(self, work: _Work) -> None:
+        with self._idle:
+            self._pending.discard(work)
+            self._idle.notify_all()
+        work.done.set()
+
+    def _start(self, work: _Work) -> None:
+        digest = hashlib.sha256(work.recording.content).digest()
         with self._lock:
             plan = self._plans.get(digest)
             is_new = plan is None
@@ -100,74 +145,75 @@ class _State:
                 plan = self._plans[digest] = Future()
 
         def settle(plan: Future[Any]) -> None:
-            error = plan.exception()
-            if error is None:
-                claim.settle(plan.result())
-            elif not isinstance(error, Exception):
-                claim.give_back()
-            else:
-                claim.refuse(getattr(error, "member", -1))
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
-            if done is not None:
-                done.set()
+            try:
+                error = plan.exception()
+                if error is None:
+                    work.claim.settle(plan.result())
+                else:
+                    work.claim.refuse(getattr(error, "member", -1))
+            finally:
+                self._finish(work)
+                del work.recording  # the future keeps this function
 
         plan.add_done_callback(settle)
         if not is_new:
             return
+        recording = work.recording
+        if _runs_eagerly():
+            self._make(recording, digest, plan)
+            return
         try:
-            if _runs_eagerly():
-                self._make(recording, digest, plan)
-            else:
-                self._turns.take(recording, plan, lambda: self._make(recording, digest, plan))
-        except BaseException as interrupt:  # Ctrl-C: whoever wants the plan next makes it
-            with self._lock:
-                self._plans.pop(digest, None)
-            plan.set_exception(interrupt)
-            raise
+            self._turns.take(recording, plan, lambda: self._make(recording, digest, plan))
+        except Exception as error:  # no thread can be started, say
+            self._fail(digest, plan, error)
 
     def _make(self, recording: Any, digest: bytes, plan: Future[Any]) -> None:
-        def fail(error: BaseException) -> None:
-            if not hasattr(error, "member"):
-                _warn_once(error)
-                with self._lock:
-                    self._plans.pop(digest, None)
-            plan.set_exception(error)
-
-        try:
-            from retrograd import _group_trace  # takes a second, which the training thread must not wait for
-
-            traced = _group_trace.trace(recording)
-        except Exception as error:
-            logger.debug("group %s is not traced: %s", recording.name, error)
-            fail(error)
-            return
-
-        if _runs_eagerly():
-            from torch.fx.graph import _BoxedCodeGen
-
-            exported = _worker.export_guards([n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"])
-            guards = _group_trace.guards_of(recording, traced, exported)
-            traced.graph.graph.set_codegen(_BoxedCodeGen())  # lets go of inputs as a compiled plan does
-            traced.graph.recompile()
-            plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
-            return
+        """Gives `plan` a result or an exception, now or later."""
 
         def load(lowered: Future[_lowering.Lowered]) -> None:
             try:
                 result = lowered.result()
                 guards = _group_trace.guards_of(recording, traced, result.guards)
                 plan_object = _C.Plan(result.library, traced.inputs, traced.outputs, guards, recording)
-            except Exception as error:
-                fail(error)
+            except BaseException as error:
+                self._fail(digest, plan, error)
             else:
                 plan.set_result(plan_object)
 
-        lowered = _lowering.submit(
-            traced.graph, threads=recording.threads, name=recording.name, out_dir=self._make_folder()
-        )
-        lowered.add_done_callback(load)
+        try:
+            from retrograd import _group_trace  # takes a second, which the training thread must not wait for
+
+            traced = _group_trace.trace(recording)
+            if _runs_eagerly():
+                from torch.fx.graph import _BoxedCodeGen
+
+                placeholders = traced.graph.graph.find_nodes(op="placeholder")
+                exported = _worker.export_guards([node.meta["val"] for node in placeholders])
+                guards = _group_trace.guards_of(recording, traced, exported)
+                traced.graph.graph.set_codegen(_BoxedCodeGen())  # lets go of inputs as a compiled plan does
+                traced.graph.recompile()
+                made = _C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards)
+                lowered = None
+            else:
+                lowered = _lowering.submit(
+                    traced.graph, threads=recording.threads, name=recording.name, out_dir=self._make_folder()
+                )
+        except BaseException as error:
+            logger.debug("group %s has no plan: %s", recording.name, error)
+            self._fail(digest, plan, error)
+            return
+        if lowered is None:
+            plan.set_result(made)
+        else:
+            lowered.add_done_callback(load)
+
+    def _fail(self, digest: bytes, plan: Future[Any], error: BaseException) -> None:
+        error.__traceback__ = None  # has frames with the recording
+        if not hasattr(error, "member"):
+            _warn_once(error)
+            with self._lock:
+                self._plans.pop(digest, None)
+        plan.set_exception(error)
 
     def _make_folder(self) -> str:
         with self._lock:

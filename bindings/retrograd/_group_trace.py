@@ -53,7 +53,7 @@ def trace(recording: Any) -> Traced:
     taken: list[int] = []  # by placeholder: the input, or the place of an extra number after all inputs
 
     def add_placeholder(name: str, example: torch.Tensor, dims: list[DimDynamic], is_taken: int) -> torch.Tensor:
-        # What has no sizes is as without symbols; torch would read its value, which stand-ins do not have.
+        # from_tensor() reads the value of a tensor without dimensions, to make a symbol of it; there is no value here.
         if shape_env is None or example.dim() == 0:
             with mode:
                 fake = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device=example.device)

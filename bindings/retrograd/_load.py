@@ -5,11 +5,26 @@ Imported before anything else of the package; the other modules take `torch` and
 
 from __future__ import annotations
 
+import ctypes
 from importlib.util import find_spec
 
 from retrograd._version import TORCH_VERSION
 
 __all__ = ["C", "torch"]
+
+
+def _is_main_interpreter() -> bool:
+    api = ctypes.pythonapi
+    api.PyInterpreterState_Main.restype = api.PyInterpreterState_Get.restype = ctypes.c_void_p
+    return bool(api.PyInterpreterState_Get() == api.PyInterpreterState_Main())
+
+
+# Before PyTorch is imported: the attempt alone makes the process crash later.
+if not _is_main_interpreter():
+    raise ImportError(
+        "retrograd cannot be imported in a subinterpreter, because PyTorch works in a process's main interpreter only: "
+        "use threads or processes."
+    )
 
 try:
     import torch  # brings libtorch into the process, which _C needs

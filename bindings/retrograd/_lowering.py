@@ -42,6 +42,7 @@ __all__ = [
     "LoweringError",
     "NoCompiler",
     "check_compiler",
+    "close",
     "compile_timeout",
     "shutdown",
     "submit",
@@ -142,6 +143,11 @@ def wait(timeout: float | None = None) -> bool:
 def shutdown() -> None:
     """Ends the workers at once. What they had not finished fails; the next submit() starts anew."""
     _pool.shutdown("retrograd's compile workers were shut down")
+
+
+def close() -> None:
+    """As shutdown(), for good: what is submitted from now on fails."""
+    _pool.shutdown("the program ended before the plan was compiled", final=True)
 
 
 def check_compiler() -> str:
@@ -850,10 +856,6 @@ def _write_line(line: str) -> bool:
 _pool = _Pool()
 
 
-def _at_exit() -> None:
-    _pool.shutdown("the program ended before the plan was compiled", final=True)
-
-
 def _after_fork_in_child() -> None:
     global _pool
     parents, _pool = _pool, _Pool()
@@ -864,5 +866,5 @@ def _after_fork_in_child() -> None:
 # Pools of ancestors: what they hold must not be destroyed in a forked child.
 _kept: list[_Pool] = []
 
-atexit.register(_at_exit)
+atexit.register(close)
 os.register_at_fork(after_in_child=_after_fork_in_child)

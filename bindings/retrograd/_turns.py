@@ -51,19 +51,24 @@ class Turns:
             return
         logger.debug("another process is making a plan for %s", recording.name)
         with self._changed:
+            if self._stopped:
+                plan.set_exception(RuntimeError("the program is ending."))
+                return
             self._wishes.append(wish)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._wait_for_all, name="retrograd-turns", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """At exit, as a thread must not be inside libtorch when Python goes. Wishes are dropped."""
+        """At exit, as a thread must not be inside libtorch when Python goes. Wishes are given up."""
         with self._changed:
             self._stopped = True
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:
             thread.join(10)
+        for wish in self._wishes:
+            wish.plan.set_exception(RuntimeError("the program is ending."))
 
     def _try(self, wish: _Wish) -> bool:
         """Whether it is over with waiting."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fused_oracle import compare_fused, counting_fused, lowering
+from fused_oracle import check_values, compare_fused, counting_fused, lowering
 from oracle import Recorder, leaf
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -337,6 +337,22 @@ def test_varying_batch_and_sequence_lengths() -> None:
             rec.grads(*net.parameters())
 
     compare_fused(program, path="any")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_plan_for_all_batch_sizes_of_a_scalar_loss(dtype: torch.dtype) -> None:
+    """The gradient that the group begins with has no dimensions, and no value when the group is traced."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
+    inputs = [torch.randn(batch, 4, dtype=dtype) for batch in (3, 5, 7, 2, 12)]
+    with counting_fused() as ran:
+        for x in inputs:
+            with retrograd.disable():
+                want = torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
+            with retrograd.enable("inductor", mode="blocking"):
+                net.zero_grad()
+                net(x).pow(2).sum().backward()
+            check_values(list(want), [p.grad for p in net.parameters()])  # type: ignore[misc]
+    assert (ran.fused, ran.recordings, ran.plans) == (5, 2, 2), ran
 
 
 def test_weight_sharing() -> None:
