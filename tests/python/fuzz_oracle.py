@@ -13,19 +13,33 @@ import dataclasses
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from callable_oracle import front_end, stock_compiled_autograd
 from fused_oracle import TOLERANCE
-from oracle import state_left
-from random_programs import NESTING, RAISING, Entry, Log, Program, Run, Segment
+from oracle import run_threads, state_left
+from random_programs import (
+    NESTING,
+    OF_LEAVES,
+    RAISING,
+    Entry,
+    Log,
+    Program,
+    Run,
+    Segment,
+    generate,
+    make_leaves,
+)
 from torch import Tensor
 
 import retrograd
 
 BACKENDS = ("schedule", "compiler", "fused")
+
+# The names that stats() has for them.
+PATHS = {"schedule": "schedule", "compiler": "callable", "fused": "fused"}
 
 # Why calls may run on the schedule although more was asked for, in a process where nothing else calls backward.
 REASONS = {
@@ -40,7 +54,7 @@ REASONS_IN_THREADS = {"capture_in_progress", "graph_in_use", "compiling"}
 NOT_PROMISED = {
     "schedule": set(),
     # In torch's captured graphs, None for a gradient cannot be added to another gradient.
-    "compiler": {"hook_adds", "hook_asks", "multi_any", "function_without_gradient"},
+    "compiler": {"hook_adds", "hook_asks", "multi_any", "nodes_everywhere", "function_without_gradient"},
     "fused": {"hook_adds"},
 }
 
@@ -243,24 +257,33 @@ class Paths:
         self.made += other.made
         return self
 
+    def __isub__(self, other: Paths) -> Paths:
+        self.calls.subtract(other.calls)
+        self.previous.subtract(other.previous)
+        self.schedule.subtract(other.schedule)
+        self.made -= other.made
+        return self
+
+
+def paths_so_far() -> Paths:
+    stats = retrograd.stats()
+    return Paths(
+        collections.Counter(stats["calls"]),
+        collections.Counter(stats["previous_reasons"]),
+        collections.Counter(stats["schedule_reasons"]),
+        stats["misses"] + stats["captures"] + sum(stats["plans"].values()),
+    )
+
 
 @contextlib.contextmanager
 def counting_paths() -> Iterator[Paths]:
     """Fills the yielded `Paths` when the block ends."""
-    before, paths = retrograd.stats(), Paths()
+    before, paths = paths_so_far(), Paths()
     try:
         yield paths
     finally:
-        after = retrograd.stats()
-        for into, name in (
-            (paths.calls, "calls"),
-            (paths.previous, "previous_reasons"),
-            (paths.schedule, "schedule_reasons"),
-        ):
-            for key, count in after[name].items():
-                into[key] += count - before[name].get(key, 0)
-        for side, sign in ((after, 1), (before, -1)):
-            paths.made += sign * (side["misses"] + side["captures"] + sum(side["plans"].values()))
+        paths += paths_so_far()
+        paths -= before
 
 
 def check(program: Program, backend: str, paths: Paths | None = None) -> str | None:
@@ -287,24 +310,155 @@ def check(program: Program, backend: str, paths: Paths | None = None) -> str | N
     return None
 
 
-def wrong_path(stock: Paths, ran: Paths, backend: str, failed: bool, reasons: set[str] | None = None) -> str | None:
+def wrong_path(stock: Paths, ran: Paths, backend: str, failed: bool) -> str | None:
     """Calls that ran elsewhere than they should, or not at all."""
     expected = stock.calls["previous"]
     took = f"{expected} calls of the stock engine became {ran}"
-    handed_back = +ran.previous
-    irregular = {reason for reason in handed_back if reason != "irregular_call"}
-    if irregular:
+    if set(+ran.previous) - {"irregular_call"}:
         return f"calls were handed back: {took}"
-    if set(+ran.schedule) - REASONS[backend] - (reasons or set()):
+    if set(+ran.schedule) - REASONS[backend]:
         return f"calls ran on the schedule: {took}"
     # After an error elsewhere than in the stock engine, there may be more or fewer nested calls.
     if ran.calls.total() != expected and (backend == "schedule" or not failed):
         return f"calls are missing: {took}"
-    own = {"schedule": "schedule", "compiler": "callable", "fused": "fused"}[backend]
-    elsewhere = ran.calls.total() - ran.calls[own] - ran.calls["previous"]
+    elsewhere = ran.calls.total() - ran.calls[PATHS[backend]] - ran.calls["previous"]
     if elsewhere != (+ran.schedule).total():
         return f"calls ran on the schedule for no reason: {took}"
     return None
+
+
+# --- In threads ---
+
+Job = tuple[Program, str]  # with its backend
+Watch = Callable[[int, str], None]  # which thread, and what it begins
+
+
+@dataclasses.dataclass
+class InThreads:
+    failures: list[tuple[Program, str, str]] = dataclasses.field(default_factory=list)  # with backend and difference
+    stock: Paths = dataclasses.field(default_factory=Paths)
+    ran: Paths = dataclasses.field(default_factory=Paths)
+
+    def wrong_path(self) -> str | None:
+        took = f"{self.stock} became {self.ran}"
+        if set(+self.stock.previous) - {"not_enabled"} or self.stock.calls["previous"] != self.stock.calls.total():
+            return f"the oracle itself ran through retrograd: {took}"
+        if set(+self.ran.previous) - {"irregular_call"}:
+            return f"calls were handed back: {took}"
+        if set(+self.ran.schedule) - REASONS["compiler"] - REASONS["fused"] - REASONS_IN_THREADS:
+            return f"calls ran on the schedule: {took}"
+        return None
+
+
+def prepare_thread() -> None:
+    """Threads number their nodes from zero. Nodes that a program makes elsewhere must come out below its own."""
+    torch.set_num_threads(1)
+    advance = torch.ones((), requires_grad=True)
+    for _ in range(1000):
+        advance = advance * 1
+
+
+def check_threads(
+    jobs: Sequence[Job], threads: int, *, timeout: float = 120.0, watch: Watch = lambda thread, begins: None
+) -> InThreads:
+    """Runs separate programs in several threads at once: all on the stock engine first, then all on their backends.
+
+    `watch` is told, in the thread, what begins, and may raise to end the run.
+    """
+    result = InThreads()
+    before, between = paths_so_far(), Paths()
+
+    def remember() -> None:
+        nonlocal between
+        between = paths_so_far()
+
+    gate = threading.Barrier(threads, remember)
+
+    def work(index: int) -> None:
+        try:
+            prepare_thread()
+            mine = [(comparable(program, backend), backend) for program, backend in jobs[index::threads]]
+            want = []
+            for program, _ in mine:
+                watch(index, f"{program.seed} stock")
+                want.append(observe(program, "stock"))
+            gate.wait()
+            for (program, backend), stock in zip(mine, want, strict=True):
+                watch(index, f"{program.seed} {backend}")
+                found = difference(stock, observe(program, backend), program, backend)
+                if found:
+                    result.failures.append((program, backend, found))
+        except BaseException:
+            gate.abort()
+            raise
+
+    run_threads([lambda i=i: work(i) for i in range(threads)], timeout)
+    result.stock += between
+    result.stock -= before
+    result.ran += paths_so_far()
+    result.ran -= between
+    return result
+
+
+def sharable(seed: int) -> Program:
+    """A program whose leaves several threads may use at once: integers, no errors, nothing that looks at `.grad`."""
+    for number in range(seed * 1000, seed * 1000 + 1000):
+        program = generate(number)
+        if not program.exact:
+            continue
+        program = program.without(OF_LEAVES | RAISING | NOT_PROMISED["compiler"]).keep(rounds=1)
+        program = dataclasses.replace(program, parts=False)
+        log = observe(program, "stock", make_leaves(program, program.rounds[0][0])).log
+        if not log.failed() and sum(bool(segment.call) for segment in log.segments) > 2:
+            return program
+    raise AssertionError("no such program")
+
+
+def check_shared(
+    seed: int,
+    threads: int,
+    calls: int,
+    paths: Paths | None = None,
+    *,
+    timeout: float = 120.0,
+    watch: Watch = lambda thread, begins: None,
+) -> str | None:
+    """One model for all threads; every fourth is on the stock engine. Gradients are integers, so sums are exact.
+
+    Adds to `paths` what the calls in threads did.
+    """
+    program = sharable(seed)
+    rows = program.rounds[0][0]
+    single, shared = make_leaves(program, rows), make_leaves(program, rows)
+    want: list[Seen] = []
+    run_threads([lambda: prepare_thread() or want.append(observe(program, "stock", single))], timeout)
+    failures: list[str] = []
+    limits = Limits(want[0].log, program)
+    assert limits.exact, program
+
+    def work(index: int) -> None:
+        prepare_thread()
+        backend = ("stock", *BACKENDS)[index % 4]
+        for _ in range(calls):
+            watch(index, f"{program.seed} {backend}, shared")
+            got = observe(program, backend, shared)
+            found = difference(want[0], got, program, "schedule" if backend == "stock" else backend)
+            if found:
+                failures.append(f"on {backend}, {found}")
+
+    with counting_paths() as ran:
+        run_threads([lambda i=i: work(i) for i in range(threads)], timeout)
+    for number, leaf in shared.items():
+        one = single[number].grad
+        expected = None if one is None else one.to_dense() * (threads * calls)
+        got = None if leaf.grad is None else leaf.grad.to_dense()
+        if (expected is None) != (got is None) or (got is not None and not torch.equal(got, expected)):
+            failures.append(f"leaf {number}: {got} instead of {expected}")
+    if set(+ran.previous) - {"irregular_call", "not_enabled"}:
+        failures.append(f"calls were handed back: {ran}")
+    if paths is not None:
+        paths += ran
+    return "\n".join([str(program), *failures]) if failures else None
 
 
 # --- Making a failing program small ---

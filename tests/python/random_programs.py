@@ -1,8 +1,8 @@
 """Random autograd programs: a program is a list of steps, made from a seed, that anything may be dropped from.
 
-A step makes a tensor, puts a hook on one, or calls backward. It names the steps whose results it takes by their numbers,
-and takes the nearest earlier result where such a step is missing; so any part of a program is a program, and a failing
-one can be shrunk. All tensors that steps hand to one another have the shape (rows, 4) and the program's dtype.
+A step makes a tensor, puts a hook on one, or calls backward. It names the steps whose results it takes by their
+numbers, and takes the nearest earlier result where such a step is missing; so any part of a program is a program, and a
+failing one can be shrunk. All tensors that steps hand to one another have the shape (rows, 4) and the program's dtype.
 
 A program runs in rounds. Between rounds the number of rows and a constant may change, and leaves keep their `.grad`.
 What it does is told to a `Log`; `fuzz_oracle.py` compares the logs of two engines.
@@ -27,7 +27,7 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 COLUMNS = 4
@@ -71,7 +71,9 @@ class Program:
         return any(step.kind in kinds for step in self.steps)
 
     def __str__(self) -> str:
-        head = f"seed {self.seed}, {self.dtype}, {'integers' if self.exact else 'reals'}, (rows, constant): {self.rounds}"
+        head = (
+            f"seed {self.seed}, {self.dtype}, {'integers' if self.exact else 'reals'}, (rows, constant): {self.rounds}"
+        )
         return "\n".join([head, *map(str, self.steps)])
 
 
@@ -146,7 +148,9 @@ def make_leaves(program: Program, rows: int) -> dict[int, Tensor]:
         WEIGHT: make(COLUMNS, COLUMNS),
         BIAS: make(COLUMNS),
         TABLE: make(5, COLUMNS),
-        COMPLEX: torch.complex(make(COLUMNS, dtype=torch.float64), make(COLUMNS, dtype=torch.float64)).to(complex_dtype),
+        COMPLEX: torch.complex(make(COLUMNS, dtype=torch.float64), make(COLUMNS, dtype=torch.float64)).to(
+            complex_dtype
+        ),
         ROWS_A: make(rows, COLUMNS),
         ROWS_B: make(rows, COLUMNS),
         CONSTANT: make(rows, COLUMNS),
@@ -195,7 +199,6 @@ class Run:
             self.tell_gradients("after the round")
             self.remove_hooks()
         self.pool.clear()
-        self.nodes.clear()
         return self.log
 
     def do(self, step: Step) -> None:
@@ -204,7 +207,7 @@ class Run:
         elif step.kind in HOOKS:
             target = self.leaves.get(step.a) if step.a < CONSTANT else self.take(step.a)
             assert target is not None
-            if target.requires_grad:
+            if target.requires_grad and (self.shared is None or not target.is_leaf):
                 self.handles.setdefault(step.number, []).extend(HOOKS[step.kind](self, step, target))
         else:
             CALLS[step.kind](self, step)
@@ -215,7 +218,6 @@ class Run:
     def start_anew(self) -> None:
         """Forgets all results but the leaves."""
         self.roots = []
-        self.nodes = []
         # Threads that index a tensor that they share can deadlock in PyTorch (the tensor's mutex and the GIL).
         self.pool = {
             n: self.leaves[n] if self.shared is None else self.leaves[n] * 1 for n in (CONSTANT, ROWS_B, ROWS_A)
@@ -231,6 +233,7 @@ class Run:
             for handle in handles:
                 handle.remove()
         self.handles.clear()
+        self.nodes.clear()
 
     def tell_gradients(self, label: str) -> None:
         if self.shared is None:
@@ -240,7 +243,7 @@ class Run:
 
     def call(self, step: Step, backward: Callable[[], Any]) -> None:
         """Makes a backward call. After an error, nothing that depends on how far it got goes on."""
-        with self.log.call(str(step)) as segment:
+        with self.log.call(str(step)):
             result = backward()
             self.log.say(f"{step.number} result", result)
             self.tell_gradients(f"{step.number} gradients")
@@ -856,6 +859,21 @@ def node_raises(run: Run, step: Step, target: Tensor) -> list[Any]:
     return [node.register_hook(lambda results, grads: run.fail(step))]
 
 
+@hook(0.4)
+def nodes_everywhere(run: Run, step: Step, target: Tensor) -> list[Any]:
+    """Every node says when it runs."""
+    nodes = [_node(run, target)]
+    seen = {nodes[0]}
+    for node in nodes:
+        following = {later: None for later, _ in node.next_functions if later is not None and later not in seen}
+        seen.update(following)
+        nodes += following
+    run.nodes += nodes
+    return [
+        node.register_prehook(lambda _, n=n: run.log.say(f"{step.number} node {n}")) for n, node in enumerate(nodes)
+    ]
+
+
 @hook(2)
 def leaf_accumulated(run: Run, step: Step, target: Tensor) -> list[Any]:
     leaf = run.leaves[_leaf(step)]
@@ -1005,8 +1023,8 @@ RAISING = {
 }
 # Another backward runs inside the call.
 NESTING = {"checkpoint_reentrant", "checkpoint_twice", "function_nested", "hook_nests", "checkpoint_raises"}
-# Steps that look at or change the `.grad` of leaves, or put hooks on them.
-OF_LEAVES = {"leaf_accumulated", "forget_gradients"}
+# Steps that look at or change the `.grad` of leaves, or put hooks on them whatever `a` is.
+OF_LEAVES = {"leaf_accumulated", "forget_gradients", "multi_all", "multi_any", "nodes_everywhere"}
 
 
 def generate(seed: int) -> Program:
@@ -1019,7 +1037,9 @@ def generate(seed: int) -> Program:
     for _ in range(choose.choice([0, 1, 1, 2, 3])):
         rows, constant = rounds[-1]
         change = choose.random()
-        rounds.append((choose.randint(1, 6) if change < 0.5 else rows, choose.randrange(4) if change > 0.3 else constant))
+        rounds.append(
+            (choose.randint(1, 6) if change < 0.5 else rows, choose.randrange(4) if change > 0.3 else constant)
+        )
     quiet = choose.random() < 0.6  # nothing is there to raise
 
     def weights(kinds: dict[str, float]) -> tuple[list[str], list[float]]:
