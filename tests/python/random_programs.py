@@ -198,7 +198,9 @@ class Run:
                     self.log.say(f"{step.number} error", f"{type(error).__name__}: {error}")
             self.tell_gradients("after the round")
             self.remove_hooks()
+        # Nodes refer to this object, through hooks and functions, where no garbage collection sees it.
         self.pool.clear()
+        self.roots.clear()
         return self.log
 
     def do(self, step: Step) -> None:
