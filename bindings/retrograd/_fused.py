@@ -125,16 +125,20 @@ class _State:
             from retrograd import _group_trace  # takes a second, which the training thread must not wait for
 
             traced = _group_trace.trace(recording)
+            if os.environ.get("RETROGRAD_LOWERING") == "eager":
+                inputs = [n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"]
+                guards = _group_trace.guards_of(recording, traced, _worker.export_guards(inputs))
+                plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
+                return
         except Exception as error:
             logger.debug("group %s is not traced: %s", recording.name, error)
             fail(error)
             return
-
-        if os.environ.get("RETROGRAD_LOWERING") == "eager":
-            exported = _worker.export_guards([n.meta["val"] for n in traced.graph.graph.nodes if n.op == "placeholder"])
-            guards = _group_trace.guards_of(recording, traced, exported)
-            plan.set_result(_C.Plan(traced.graph.forward, traced.inputs, traced.outputs, guards))
-            return
+        except BaseException as error:  # Ctrl-C; calls that wait for this plan would wait for good
+            with self._lock:
+                self._plans.pop(digest, None)
+            plan.set_exception(error)
+            raise
 
         def load(lowered: Future[_lowering.Lowered]) -> None:
             try:

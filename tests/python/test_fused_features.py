@@ -632,3 +632,36 @@ def test_saved_tensors_die_with_the_call() -> None:
         ours = peak(retrograd.enable("inductor", mode="blocking"))
     assert ran.fused == 2, ran
     assert ours <= 1.1 * stock + 4096, (ours, stock)
+
+
+@pytest.mark.parametrize("where", ["trace", "guards_of"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nobody_waits_for_a_plan_whose_making_raised(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrograd import _group_trace
+
+    def raises(*args: Any) -> Any:
+        raise error("on purpose")
+
+    retrograd.cache_clear()
+    monkeypatch.setattr(_group_trace, where, raises)
+    expected = leaf(3)
+    expected.sin().exp().sum().backward()
+    raised, grads = [], []
+
+    def train() -> None:
+        for _ in range(2):
+            x = leaf(3)
+            try:
+                with retrograd.enable("inductor", mode="blocking"):
+                    x.sin().exp().sum().backward()
+            except BaseException as caught:
+                raised.append(type(caught))
+            grads.append(x.grad)
+
+    with counting_fused() as ran:
+        run_threads([train], timeout=20)
+    assert ran.fused == 0 and ran.schedule == 2, ran
+    assert raised == ([KeyboardInterrupt] if error is KeyboardInterrupt else [])
+    assert torch.equal(grads[-1], expected.grad)
