@@ -698,7 +698,8 @@ def saved_with_hooks(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
     if step.choice % 3 == 0:
         with save_on_cpu():
             return a * run.factor(b)
-    with saved_tensors_hooks(lambda t: ("packed", t), unpack):
+    # A packed result that is not detached would refer to its own node.
+    with saved_tensors_hooks(lambda t: ("packed", t.detach()), unpack):
         return (a * run.factor(b)).relu()
 
 
@@ -717,7 +718,7 @@ def saved_tensor_with_hooks(run: Run, step: Step, a: Tensor, b: Tensor) -> Tenso
     if result.requires_grad:
         say = run.sayer(step)
         saved = result.grad_fn._raw_saved_result  # type: ignore[union-attr]
-        saved.register_hooks(lambda t: t * 2, lambda t: say(t) or t / 2)
+        saved.register_hooks(lambda t: t.detach() * 2, lambda t: say(t) or t / 2)
     return result
 
 
