@@ -814,14 +814,15 @@ def hook_queues(run: Run, step: Step, target: Tensor) -> list[Any]:
 def hook_adds(run: Run, step: Step, target: Tensor) -> list[Any]:
     """A hook that puts one on another node, which may have run by then."""
     other = run.take(step.b)
-    handles: list[Any] = []
+    added: list[Any] = []
 
     def add_one(grad: Tensor) -> None:
-        if other.requires_grad and len(handles) == 1:
-            handles.append(_node(run, other).register_prehook(lambda grads: run.log.say(f"{step.number} added", grads)))
+        if other.requires_grad and not added:
+            say = lambda grads: run.log.say(f"{step.number} added", grads)  # noqa: E731
+            added.append(_node(run, other).register_prehook(say))
+            run.handles.setdefault(step.number, []).extend(added)
 
-    handles.append(target.register_hook(add_one))
-    return handles
+    return [target.register_hook(add_one)]
 
 
 @hook(1.5)
