@@ -44,7 +44,7 @@ PATHS = {"schedule": "schedule", "compiler": "callable", "fused": "fused"}
 # Why calls may run on the schedule although more was asked for, in a process where nothing else calls backward.
 REASONS = {
     "schedule": set(),
-    "compiler": {"create_graph"},
+    "compiler": {"create_graph", "not_capturable"},
     "fused": {"create_graph", "not_fusable", "too_many_keys"},
 }
 # Where other threads call backward, too.
