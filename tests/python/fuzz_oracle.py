@@ -500,6 +500,9 @@ def how_to_replay(program: Program, backend: str, whole: Program) -> str:
     return command + "'"
 
 
+TORCHS = "torch's own compiled autograd:"
+
+
 def report(program: Program, backend: str, found: str, fails: Callable[[Program], str | None] | None = None) -> str:
     """What is wrong, the smallest program that shows it, and how to run that again."""
     fails = fails or (lambda smaller: check(smaller, backend))
@@ -515,7 +518,7 @@ def report(program: Program, backend: str, found: str, fails: Callable[[Program]
             "the smallest program that fails:" if again else "the program, which did not fail when run again:",
             str(small),
             *([again] if again else []),
-            *([f"torch's own compiled autograd: {torchs}"] if torchs else []),
+            *([f"{TORCHS} {torchs}"] if torchs else []),
             how_to_replay(small, backend, program),
         ]
     )

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 import torch
 from fused_oracle import lowering
-from fuzz_oracle import BACKENDS, Paths, check, check_shared, check_threads, prepare_thread, report
+from fuzz_oracle import BACKENDS, TORCHS, Paths, check, check_shared, check_threads, prepare_thread, report
 from random_programs import Program, generate
 
 import retrograd
@@ -129,6 +129,10 @@ def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...
     shares = [SHARE[backend] for backend in backends]
 
     def mismatch(text: str) -> None:
+        if TORCHS in text:  # a limit of torch's captures
+            counts["torch's own compiled autograd differs"] += 1
+            print(f"torch's own compiled autograd differs, too:\n{text}", flush=True)
+            return
         mismatches.append(text)
         print(f"MISMATCH {len(mismatches)}\n{text}", flush=True)
 
