@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up by themselves, in .venv and build/. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-cpp test-python bench tsan asan fuzz format lint clean
+.PHONY: help setup build demo test test-cpp test-python soak bench tsan asan fuzz format lint clean
 .NOTPARALLEL:
 PY := .venv/bin/python
 SECONDS := 60
@@ -27,6 +27,10 @@ test-cpp: test-setup  ## GoogleTest, and the C++ program in tests/consumer
 test-python: test-setup  ## pytest (PYTEST_ARGS="-k hooks")
 	@scripts/build.sh release retrograd _C python_test_libraries
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: test-setup  ## random programs on all backends for a long time (MINUTES=10 THREADS=8 SOAK_ARGS="--backend fused")
+	@scripts/build.sh release retrograd _C
+	@$(PY) tests/python/soak.py --minutes $(or $(MINUTES),10) --threads $(or $(THREADS),8) $(SOAK_ARGS)
 
 bench: setup  ## every benchmark, both sides (BENCH_ARGS="--benchmark_filter=hit")
 	@scripts/setup.sh bench

@@ -233,6 +233,9 @@ std::unique_ptr<Collected> try_collect_for_capture(std::span<Node* const> nodes,
     if (hand_over && node_call.needed) add_users_leaves(node, users);
   }
 
+  // torch's front end looks at the first input. There is none where several roots reach nothing of inputs=.
+  if (call.tensor_args.inputs.empty()) collected->capturable = false;
+
   std::vector<uint32_t> with_own_input;
   for (size_t i = 0; i < handed.size() && !users.empty(); ++i) {
     const at::Tensor& variable = handed[i].node->variable;

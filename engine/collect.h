@@ -24,7 +24,7 @@ struct Collected {
   // Inputs, in libtorch's own form: tensor_args.inputs, all_size_inputs, lifted_ivalue_args, hooks, ...
   torch::dynamo::autograd::AutogradCompilerCall call;
   cache::Path path;        // one key for each collected node, in the order given
-  bool capturable = true;  // false: torch's captures would give other gradients than the engine
+  bool capturable = true;  // false: torch's captures would give other gradients than the engine, or fail
   // Unpack hooks of functions of the user's, among call.hooks, for tensors that required a gradient: the engine makes
   // what they return require one, torch's graphs do not, and the function may ask, as reentrant checkpoint does.
   std::vector<size_t> unpack_requiring_grad;

@@ -1,4 +1,4 @@
-"""Branches at the same time: the schedule with and without `parallel=True` in turn, in one process; medians and their ratio.
+"""Branches at the same time: the schedule with and without `parallel=True` in turn, in one process; ratios of medians.
 
 Says how many of the calls with `parallel=True` were split: graphs for which it does not pay are found out and left
 alone. Above 1, splitting is faster.

@@ -20,8 +20,8 @@ logger.addHandler(logging.NullHandler())
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# A backend's number, a compiler function or None, whether all sizes are symbolic, when to compile, whether branches may run
-# at the same time.
+# A backend's number, a compiler function or None, whether all sizes are symbolic, when to compile, whether branches may
+# run at the same time.
 _Choice = tuple[int, "Callable[..., Any] | None", bool, int, bool]
 
 _BACKENDS = {"inductor": _C.BACKEND_INDUCTOR, "schedule": _C.BACKEND_SCHEDULE}

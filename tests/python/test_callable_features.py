@@ -1826,6 +1826,19 @@ def test_grad_dtype_of_a_leaf() -> None:
     assert ours.stats["calls"]["callable"] == 4
 
 
+def test_several_roots_that_reach_nothing_of_inputs() -> None:
+    def program(rec: Recorder) -> None:
+        x, other = leaf(3), leaf(3, seed=1)
+        y = x.sin()
+        torch.autograd.backward([y.sum(), y.sum()], inputs=[other])
+        rec.grads(x, other)
+
+    # torch's captures need an input, and nothing is needed here that has one.
+    ours = run("retrograd", program)
+    check_against_eager(run("eager", program), ours)
+    assert ours.stats["schedule_reasons"]["not_capturable"] == ours.stats["calls"]["schedule"] == 1
+
+
 def test_a_scalar_of_another_type(cpp_functions: Any) -> None:
     def program(rec: Recorder) -> None:
         for flag in (True, False):

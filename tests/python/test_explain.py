@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fused_oracle import counting_fused
@@ -14,10 +12,9 @@ import retrograd
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETROGRAD_LOWERING", "eager")
     retrograd.cache_clear()
-    yield
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:

@@ -20,8 +20,8 @@ EnterEngine = Callable[[], contextlib.AbstractContextManager[Any]]
 
 ROUNDS = 20
 
-# Fused plans round in other places than the stock engine's kernels, and training multiplies any difference, so losses are
-# compared over the first steps only.
+# Fused plans round in other places than the stock engine's kernels, and training multiplies any difference, so losses
+# are compared over the first steps only.
 COMPARED_STEPS = 20
 TOLERANCE = 1e-3
 
@@ -104,8 +104,8 @@ class Comparison:
         if self.backend == "inductor" and self.stats["calls"]["fused"] < self.expected_calls:
             reasons = {k: v for k, v in self.stats["schedule_reasons"].items() if v}
             return (
-                f"{self.job}: {self.stats['calls']['fused']} of {self.expected_calls} backward calls ran compiled plans; "
-                f"the others did not, reasons: {reasons or 'none given'}."
+                f"{self.job}: {self.stats['calls']['fused']} of {self.expected_calls} backward calls ran compiled "
+                f"plans; the others did not, reasons: {reasons or 'none given'}."
             )
         if calls < self.expected_calls or self.stats["nested_calls"] < self.expected_nested:
             reasons = {k: v for k, v in self.stats["previous_reasons"].items() if v}

@@ -1,0 +1,224 @@
+"""Random programs on all backends for as long as one likes: `make soak MINUTES=30 THREADS=8`.
+
+Every wave starts new threads, each with programs of its own, first on the stock engine, then on retrograd; then one
+model that all threads share, and a few programs alone in the process, where the path of every call is checked. After
+each wave memory, threads and open files are read with the caches cleared. Ctrl-C ends it, with the summary. The exit
+status is 1 after a mismatch, 2 after a leak.
+
+With `--seed`, one program alone, as a failing test or soak says how to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import gc
+import linecache
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+# Before retrograd and torch are imported.
+if __name__ == "__main__":
+    os.environ["RETROGRAD_CACHE"] = "0"
+
+import torch
+from fused_oracle import lowering
+from fuzz_oracle import BACKENDS, TORCHS, Paths, check, check_shared, check_threads, prepare_thread, report
+from random_programs import Program, generate
+
+import retrograd
+
+SHARE = {"schedule": 6, "compiler": 1, "fused": 1}  # of the programs of a wave; a capture takes a hundred times a run
+PROGRAMS_A_THREAD = 10
+WARM_UP = 0.3  # of the time
+LEAK = 2.0  # MiB/min of growth after warming up, if it is also more than GROWTH MiB in all
+GROWTH = 24.0
+
+
+class Stopped(Exception):
+    """Raised in the threads after Ctrl-C."""
+
+
+class Journal:
+    """A file with what each thread is at, for the case that the process dies."""
+
+    WIDTH = 64
+
+    def __init__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="retrograd-soak-", suffix=".txt")
+        self._file, self.path = handle, Path(name)
+        self.stop = False
+
+    def __call__(self, thread: int, begins: str) -> None:
+        if self.stop:
+            raise Stopped
+        os.pwrite(self._file, f"{begins:<{self.WIDTH - 1}}\n".encode(), thread * self.WIDTH)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self.path.unlink()
+
+
+class Samples:
+    """What the process holds, wave by wave."""
+
+    def __init__(self) -> None:
+        self.minutes: list[float] = []
+        self.memory: list[float] = []  # MiB resident
+        self.threads: list[int] = []
+        self.files: list[int] = []
+        self._start = time.monotonic()
+
+    def take(self) -> None:
+        retrograd.cache_clear()
+        # What torch keeps of every graph module: its source.
+        torch.fx.graph_module._loader.eval_cache.clear()
+        linecache.clearcache()
+        torch._dynamo.reset()
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        self.minutes.append((time.monotonic() - self._start) / 60)
+        self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        self.threads.append(len(os.listdir("/proc/self/task")))
+        self.files.append(len(os.listdir("/proc/self/fd")))
+
+    def warm(self) -> int:
+        """The first sample after warming up."""
+        return int(len(self.minutes) * WARM_UP)
+
+    def slope(self) -> float:
+        """MiB/min after warming up, by least squares."""
+        x, y = (torch.tensor(values[self.warm() :], dtype=torch.float64) for values in (self.minutes, self.memory))
+        if len(x) < 3:
+            return 0.0
+        x = x - x.mean()
+        return float((x @ (y - y.mean())) / (x @ x))
+
+    def leaks(self) -> list[str]:
+        found, first = [], self.warm()
+        if len(self.minutes) - first < 3:
+            return found
+        grown = self.memory[-1] - self.memory[first]
+        if self.slope() > LEAK and grown > GROWTH:
+            found.append(f"memory: {self.slope():.1f} MiB/min, {grown:.0f} MiB in all")
+        for name, counts in (("threads", self.threads), ("open files", self.files)):
+            if min(counts[-3:]) > max(counts[first : first + 3]) + 2:
+                found.append(f"{name}: {counts[first]} to {counts[-1]}")
+        return found
+
+    def curve(self, points: int = 12) -> str:
+        step = max(len(self.memory) // points, 1)
+        return " ".join(f"{m:.1f}:{mib:.0f}" for m, mib in zip(self.minutes[::step], self.memory[::step], strict=True))
+
+
+def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...]) -> int:
+    journal, samples, total = Journal(), Samples(), Paths()
+    choose, counts = random.Random(first_seed), collections.Counter[str]()
+    mismatches: list[str] = []
+    signal.signal(signal.SIGINT, lambda *_: _interrupt(journal))
+    end = time.monotonic() + minutes * 60
+    print(f"{threads} threads, {minutes:g} minutes, seeds from {first_seed}; if the process dies: {journal.path}")
+    seed, wave = first_seed, 0
+    shares = [SHARE[backend] for backend in backends]
+
+    def mismatch(text: str) -> None:
+        if TORCHS in text:  # a limit of torch's captures
+            counts["torch's own compiled autograd differs"] += 1
+            print(f"torch's own compiled autograd differs, too:\n{text}", flush=True)
+            return
+        mismatches.append(text)
+        print(f"MISMATCH {len(mismatches)}\n{text}", flush=True)
+
+    try:
+        while time.monotonic() < end:
+            wave += 1
+            faulthandler.dump_traceback_later(600)
+            number = threads * PROGRAMS_A_THREAD
+            jobs = [(generate(s), choose.choices(backends, shares)[0]) for s in range(seed, seed + number)]
+            seed += number
+            got = check_threads(jobs, threads, timeout=500, watch=journal)
+            counts.update(backend for _, backend in jobs)
+            total += got.ran
+            for program, backend, found in got.failures:
+                mismatch("in threads: " + report(program, backend, found))
+            if wrong := got.wrong_path():
+                mismatch(wrong)
+            if len(backends) == len(BACKENDS) and wave % 2 == 0:
+                shared = check_shared(seed, threads, 4, total, timeout=500, watch=journal)
+                counts["shared model"] += threads * 4
+                if shared:
+                    mismatch(f"one model in threads, check_shared({seed}, {threads}, 4):\n{shared}")
+            for backend in backends:
+                journal(0, f"{seed} {backend}, alone")
+                program = generate(seed)
+                if found := check(program, backend, total):
+                    mismatch(report(program, backend, found))
+                counts[f"{backend} alone"] += 1
+                seed += 1
+            samples.take()
+            print(
+                f"{samples.minutes[-1]:7.1f} min  {counts.total():7} programs  {len(mismatches)} mismatches  "
+                f"{samples.memory[-1]:6.0f} MiB  {samples.threads[-1]} threads  {samples.files[-1]} files",
+                flush=True,
+            )
+    except Stopped:
+        print("stopped")
+    faulthandler.cancel_dump_traceback_later()
+    leaks = samples.leaks()
+    print(f"\nprograms: {dict(counts)}, seeds {first_seed} to {seed - 1}")
+    print(f"calls: {dict(+total.calls)}; on the schedule instead: {dict(+total.schedule)}")
+    print(f"handed back: {dict(+total.previous)}; plans, schedules and captures made: {total.made}")
+    print(f"memory, minute:MiB with caches cleared: {samples.curve()}")
+    print(f"slope after warming up: {samples.slope():+.2f} MiB/min")
+    print(f"threads {samples.threads[:1]} to {samples.threads[-1:]}, files {samples.files[:1]} to {samples.files[-1:]}")
+    print(f"mismatches: {len(mismatches)}; leaks: {', '.join(leaks) or 'none'}")
+    journal.close()
+    return 1 if mismatches else 2 if leaks else 0
+
+
+def _interrupt(journal: Journal) -> None:
+    journal.stop = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def one(program: Program, backend: str) -> int:
+    print(program)
+    found = check(program, backend)
+    print(found or f"no difference on {backend}")
+    return 1 if found else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--backend", choices=BACKENDS, help="this one only")
+    parser.add_argument("--first-seed", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, help="run one program alone")
+    parser.add_argument("--steps", help="with --seed: these steps only, by number, separated by commas")
+    parser.add_argument("--rounds", type=int, help="with --seed: this many rounds only")
+    parser.add_argument("--compile", action="store_true", help="with --seed: compile plans, which takes minutes")
+    options = parser.parse_args()
+
+    faulthandler.enable()
+    torch.set_warn_always(True)
+    warnings.simplefilter("ignore")
+    retrograd.install()
+    prepare_thread()
+    with lowering(None if options.compile else "eager"):
+        if options.seed is None:
+            backends = (options.backend,) if options.backend else BACKENDS
+            return soak(options.minutes, options.threads, options.first_seed, backends)
+        steps = None if options.steps is None else {int(number) for number in options.steps.split(",")}
+        return one(generate(options.seed).keep(steps, options.rounds), options.backend or "schedule")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

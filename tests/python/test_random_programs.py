@@ -1,0 +1,75 @@
+"""Random programs on every backend, one at a time and in threads; `make soak` runs them for as long as one likes.
+
+A failing test prints the smallest program that fails, and the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from fused_oracle import lowering
+from fuzz_oracle import BACKENDS, PATHS, Paths, check, check_shared, check_threads, report
+from random_programs import CALLS, HOOKS, OPERATIONS, Run, generate
+
+import retrograd
+
+SEEDS = {"schedule": range(250), "compiler": range(25), "fused": range(40)}
+# How many of the calls must have run as asked for; the others have no group, or build a graph of their own.
+LEAST = {"schedule": 1.0, "compiler": 0.9, "fused": 0.4}
+
+# Reentrant checkpoint says so where nothing requires a gradient, which programs do now and then.
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
+ran: dict[str, Paths] = collections.defaultdict(Paths)
+
+
+@pytest.mark.parametrize(("backend", "seed"), [(backend, seed) for backend in BACKENDS for seed in SEEDS[backend]])
+def test_random_program(backend: str, seed: int) -> None:
+    program = generate(seed)
+    with lowering("eager"):
+        found = check(program, backend, ran[backend])
+        assert found is None, report(program, backend, found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_most_calls_ran_as_asked_for(backend: str) -> None:
+    calls = ran[backend].calls
+    if not calls:
+        pytest.skip("the programs were left out")
+    assert calls["previous"] == 0 and calls[PATHS[backend]] >= LEAST[backend] * calls.total(), ran[backend]
+
+
+def test_programs_have_steps_of_every_kind_and_errors() -> None:
+    programs = [generate(seed) for seed in SEEDS["schedule"]]
+    assert {step.kind for program in programs for step in program.steps} == {*OPERATIONS, *HOOKS, *CALLS}
+    with retrograd.disable():
+        failed = [Run(program)().failed() for program in programs[:100]]
+    assert 5 < sum(failed) < 50  # most say something about calls that work
+
+
+def test_a_program_is_a_function_of_its_seed() -> None:
+    assert generate(7) == generate(7) != generate(8)
+
+
+def test_separate_models_in_threads() -> None:
+    with lowering("eager"):
+        jobs = [(generate(seed), BACKENDS[seed % 3]) for seed in range(1000, 1036)]
+        got = check_threads(jobs, threads=4)
+    assert not got.failures, "\n".join(report(program, backend, found) for program, backend, found in got.failures)
+    assert got.wrong_path() is None
+    assert all(got.ran.calls[path] > 20 for path in PATHS.values()), got.ran
+
+
+def test_the_schedule_in_threads_makes_as_many_calls_as_the_stock_engine() -> None:
+    got = check_threads([(generate(seed), "schedule") for seed in range(1000, 1080)], threads=8)
+    assert not got.failures, got.failures[0]
+    assert got.ran.calls["schedule"] == got.ran.calls.total() == got.stock.calls["previous"] > 500, got
+
+
+def test_one_model_in_threads() -> None:
+    paths = Paths()
+    with lowering("eager"):
+        for seed in range(5):
+            assert check_shared(seed, 4, 5, paths) is None
+    assert all(paths.calls[path] > 20 for path in ("previous", *PATHS.values())), paths
