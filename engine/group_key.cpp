@@ -1,11 +1,14 @@
 #include "engine/group_key.h"
 
+#include <algorithm>
+
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 #include "engine/collect.h"
 #include "engine/gated_hooks.h"
@@ -114,10 +117,32 @@ bool put_scalar(cache::Path& path, const c10::IValue& value) {
   return true;
 }
 
+// Whether a gradient that is not strided comes in or goes out. No plan takes one. Nor may such a node leave its place
+// in the stock engine's order even where its group runs by its nodes: a sparse gradient shares memory with the dense
+// one that it is made from without holding a reference to it, so AccumulateGrad, if it came later, would take the dense
+// one over.
+bool handles_sparse(Node& node) {
+  using namespace torch::autograd::generated;
+  const std::type_info& type = typeid(node);
+  if (type == typeid(EmbeddingBackward0) && static_cast<const EmbeddingBackward0&>(node).sparse) return true;
+  if (type == typeid(EmbeddingBagBackward0) && static_cast<const EmbeddingBagBackward0&>(node).sparse) return true;
+  if (type == typeid(GatherBackward0) && static_cast<const GatherBackward0&>(node).sparse_grad) return true;
+  const auto is_sparse = [](const InputMetadata& metadata) {
+    return !metadata.was_default_constructed() && metadata.layout() != c10::kStrided;
+  };
+  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+    if (is_sparse(node.input_metadata(i))) return true;
+  }
+  return std::ranges::any_of(node.next_edges(), [&](const torch::autograd::Edge& edge) {
+    return edge.is_valid() && edge.input_nr < edge.function->num_inputs() &&
+           is_sparse(edge.function->input_metadata(edge.input_nr));
+  });
+}
+
 }  // namespace
 
 bool may_be_fused(Node& node) {
-  if (node.num_outputs() > kMaxEdges || node.num_inputs() > kMaxEdges) return false;
+  if (node.num_outputs() > kMaxEdges || node.num_inputs() > kMaxEdges || handles_sparse(node)) return false;
   if (typeid(node) == typeid(CopySlices)) {
     const auto& slices = static_cast<CopySlices&>(node);
     if (slices.view_fn || !slices.fn) return false;

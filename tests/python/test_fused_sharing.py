@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fused_oracle import compare_fused, counting_fused, lowering
-from oracle import Recorder, leaf
+from oracle import Recorder, first_difference, leaf, observe
 from torch import Tensor
 
 import retrograd
@@ -106,3 +106,35 @@ def test_hooks_may_keep_and_change_what_a_group_gave_them() -> None:
         rec.grads(w)
 
     compare_fused(program, path="any")
+
+
+@pytest.mark.parametrize("mode", ["blocking", "background"])
+@pytest.mark.parametrize("kind", ["embedding", "bag", "gather", "values"])
+def test_sparse_gradients_share_nothing_with_dense_ones(kind: str, mode: str) -> None:
+    """A sparse gradient is made from a dense one without a copy; also where the group runs by its nodes."""
+
+    def program(rec: Recorder) -> None:
+        x = torch.ones(4, 4, requires_grad=True)
+        t = torch.ones(5, 4, requires_grad=True)
+        rows = torch.arange(4)
+        if kind == "values":
+            t = torch.ones(4, 4).to_sparse(1).requires_grad_()
+        for _ in range(4):
+            part = {
+                "embedding": lambda: torch.nn.functional.embedding(rows, t, sparse=True),
+                "bag": lambda: torch.nn.functional.embedding_bag(rows, t, rows, mode="sum", sparse=True),
+                "gather": lambda: torch.gather(t, 0, rows.view(4, 1).expand(4, 4), sparse_grad=True),
+                "values": lambda: t.coalesce().values(),
+            }[kind]()
+            y = x + part
+            torch.autograd.backward([y.sum(), y.sum()])
+        rec.grads(x)
+        rec.say(t.grad.to_dense() if t.grad is not None else None)
+
+    retrograd.cache_clear()
+    with retrograd.disable():
+        want = observe(program)
+    with retrograd.enable("inductor", mode=mode), counting_fused() as ran:
+        got = observe(program)
+    assert first_difference(want, got) is None, first_difference(want, got)
+    assert ran.previous == 0 and ran.fused + ran.schedule == 4, ran
