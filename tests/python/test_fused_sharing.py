@@ -134,7 +134,9 @@ def test_sparse_gradients_share_nothing_with_dense_ones(kind: str, mode: str) ->
     retrograd.cache_clear()
     with retrograd.disable():
         want = observe(program)
-    with retrograd.enable("inductor", mode=mode), counting_fused() as ran:
+    with lowering("eager"), retrograd.enable("inductor", mode=mode), counting_fused() as ran:
         got = observe(program)
+        retrograd.wait(60)
     assert first_difference(want, got) is None, first_difference(want, got)
-    assert ran.previous == 0 and ran.fused + ran.schedule == 4, ran
+    assert ran.previous == 1 and ran.fused + ran.schedule == 4, ran  # one is observe()'s own
+    assert ran.fused == 4 if mode == "blocking" else ran.by_node >= 2, ran
