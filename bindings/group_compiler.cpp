@@ -76,7 +76,13 @@ StoredQuery query_of(const Recording& recording) {
 class PythonGroupCompiler final : public GroupCompiler {
  public:
   bool make(const GroupRequest& request, const PreparedCall& call, CallFrame& frame) override {
-    auto claim = std::make_shared<Claim>(request.entry);
+    std::shared_ptr<Claim> claim;
+    try {
+      claim = std::make_shared<Claim>(request.entry);
+    } catch (...) {  // out of memory: nobody else would give it back
+      request.entry->give_back();
+      throw;
+    }
     for (const CallFrame* outer = &frame; outer != nullptr; outer = outer->parent) {
       if (outer->capturing) return false;
     }
