@@ -8,6 +8,7 @@
 #include "engine/fused.h"
 #include "engine/gated_hooks.h"
 #include "engine/graph_task.h"
+#include "engine/lanes.h"
 #include "engine/stats.h"
 
 namespace retrograd {
@@ -103,38 +104,10 @@ class BackwardRegion final : public Node {
     return !reason;
   }
 
-  // Nodes may ask the task which nodes it will run and which gradients it needs (multi-grad hooks,
-  // needs_input_grad); these are the answers for the real graph.
   void describe(GraphTask& task) {
     if (described_) return;
     described_ = true;
-    const Schedule& schedule = *call_.schedule;
-    auto& in_graph = task.nodes_in_graph_;
-    in_graph.reserve(call_.nodes.size() + call_.not_running.size() + 1);
-    // The stock engine counts a node as part of the graph when an edge leads to it; none leads to step 0.
-    in_graph.insert(call_.nodes.begin() + 1, call_.nodes.end());
-    in_graph.insert(call_.not_running.begin(), call_.not_running.end());
-
-    // Counts of edges, from which the task works out its execution order when asked.
-    for (const EdgeShape& edge : schedule.shape().edges) {
-      if (edge.step != kNoStep) ++task.dependencies_[call_.nodes[edge.step]];
-    }
-    task.graph_roots_.clear();
-    for (const Edge& root : call_.roots) task.graph_roots_.push_back(root.function.get());
-
-    if (call_.outputs.empty()) return;
-    for (size_t k = 0; k < call_.nodes.size(); ++k) {
-      task.exec_info_[call_.nodes[k]].needed_ = schedule.shape().steps[k].needed;
-    }
-    for (size_t i = 0; i < call_.outputs.size(); ++i) {
-      auto& info = task.exec_info_[call_.outputs[i].function.get()];
-      if (call_.accumulate) {
-        info.needed_ = true;
-      } else {
-        if (!info.captures_) info.captures_ = std::make_unique<std::vector<GraphTask::ExecInfo::Capture>>();
-        info.captures_->emplace_back(static_cast<int>(call_.outputs[i].input_nr), static_cast<int>(i));
-      }
-    }
+    retrograd::describe(call_, task);
   }
 
   PreparedCall& call_;
@@ -143,9 +116,51 @@ class BackwardRegion final : public Node {
 
 }  // namespace
 
-bool is_region(const Node* node) { return node != nullptr && typeid(*node) == typeid(BackwardRegion); }
+void describe(PreparedCall& call, GraphTask& task) {
+  const Schedule& schedule = *call.schedule;
+  auto& in_graph = task.nodes_in_graph_;
+  in_graph.reserve(call.nodes.size() + call.not_running.size() + 1);
+  // The stock engine counts a node as part of the graph when an edge leads to it; none leads to step 0.
+  in_graph.insert(call.nodes.begin() + 1, call.nodes.end());
+  in_graph.insert(call.not_running.begin(), call.not_running.end());
+
+  // Counts of edges, from which the task works out its execution order when asked.
+  for (const EdgeShape& edge : schedule.shape().edges) {
+    if (edge.step != kNoStep) ++task.dependencies_[call.nodes[edge.step]];
+  }
+  task.graph_roots_.clear();
+  for (const Edge& root : call.roots) task.graph_roots_.push_back(root.function.get());
+
+  if (call.outputs.empty()) return;
+  for (size_t k = 0; k < call.nodes.size(); ++k) {
+    task.exec_info_[call.nodes[k]].needed_ = schedule.shape().steps[k].needed;
+  }
+  for (size_t i = 0; i < call.outputs.size(); ++i) {
+    auto& info = task.exec_info_[call.outputs[i].function.get()];
+    if (call.accumulate) {
+      info.needed_ = true;
+    } else {
+      if (!info.captures_) info.captures_ = std::make_unique<std::vector<GraphTask::ExecInfo::Capture>>();
+      info.captures_->emplace_back(static_cast<int>(call.outputs[i].input_nr), static_cast<int>(i));
+    }
+  }
+}
+
+bool is_region(const Node* node) {
+  return node != nullptr && (typeid(*node) == typeid(BackwardRegion) || is_lane(node));
+}
 
 void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
+  if (call.outputs.empty() && call.setting.options.compiler() == 0 && is_on_several_devices(call)) {
+    ThreadStats& stats = thread_stats();
+    if (call.setting.options.backend() == Backend::kInductor) {
+      stats.count_fallback(call.create_graph ? ScheduleReason::kCreateGraph : ScheduleReason::kStreams);
+    }
+    stats.schedule_calls.add(1);
+    stats.count_lookup(call.found);
+    run_in_lanes(engine, call);
+    return;
+  }
   // What the region is given as its gradient; nobody reads it. One per thread, so that threads do not share its
   // reference count.
   thread_local const at::Tensor token = at::empty({0});

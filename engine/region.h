@@ -55,6 +55,10 @@ struct PreparedCall {
 // Runs the call inside a region executed by `engine` (the previous engine). Results are left in call.captured.
 void run_in_region(torch::autograd::Engine& engine, PreparedCall& call);
 
+// Makes the call's graph task describe the real graph. Nodes may ask the task which nodes it will run and which
+// gradients it needs (multi-grad hooks, needs_input_grad).
+void describe(PreparedCall& call, torch::autograd::GraphTask& task);
+
 bool is_region(const Node* node);
 
 }  // namespace retrograd

@@ -1,5 +1,5 @@
 // Independent branches at the same time: how a graph's joints are found, when it is done at all, and that it does what
-// the stock engine does. Hooks of all kinds, errors and nesting: tests/python/test_parallel.py.
+// the stock engine does. Hooks of all kinds, errors and nesting: tests/python/alone_parallel.py.
 #include <cstdlib>
 
 #include "engine/parallel.h"

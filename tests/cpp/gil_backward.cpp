@@ -1,5 +1,5 @@
-// For tests/python/test_gil.py: backward calls on a thread that Python knows nothing of, while the caller waits for it.
-// Called through ctypes.PyDLL the caller holds the GIL all the time, called through ctypes.CDLL it does not.
+// For tests/python/alone_gil.py: backward calls on a thread that Python knows nothing of, while the caller waits for
+// it. Called through ctypes.PyDLL the caller holds the GIL all the time, called through ctypes.CDLL it does not.
 #include <chrono>
 #include <exception>
 #include <future>

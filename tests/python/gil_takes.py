@@ -1,4 +1,4 @@
-"""Prints how often an engine call takes the GIL, as JSON. test_gil.py runs it with libgil_count.so preloaded."""
+"""Prints how often an engine call takes the GIL, as JSON. alone_gil.py runs it with libgil_count.so preloaded."""
 
 from __future__ import annotations
 

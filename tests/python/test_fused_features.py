@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
-from retrograd import _group_trace
 
 
 @pytest.fixture(autouse=True)
@@ -782,19 +781,3 @@ def test_a_loss_scaled_by_a_new_number_at_each_step_compiles_once(how: str) -> N
         grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     check_values(*grads)
     assert ran.fused == 20 and ran.recordings == ran.plans == 1, ran
-
-
-def test_ctrl_c_while_a_plan_is_traced_leaves_it_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(recording: Any) -> None:
-        raise KeyboardInterrupt
-
-    retrograd.cache_clear()
-    net = net_of()
-    with retrograd.enable("inductor", mode="blocking"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(_group_trace, "trace", interrupted)
-            one_step(net, 0)
-        assert retrograd.wait(5)
-        with counting_fused() as ran:
-            one_step(net, 0)
-    assert ran.fused == ran.recordings == ran.plans == 1, ran

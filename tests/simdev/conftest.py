@@ -1,4 +1,4 @@
-"""Tests on simulated devices, in a process of their own: see tests/python/test_devices.py, which runs them."""
+"""Tests on simulated devices, in a process of their own: see tests/python/test_alone.py, which runs them."""
 
 from __future__ import annotations
 

@@ -419,7 +419,7 @@ def test_memory_runs_out() -> None:
     output = in_new_process("""
     import resource
     os.environ["RETROGRAD_LOWERING"] = "eager"
-    from test_faults import SCOPES
+    from alone_faults import SCOPES
     def gradients(megabytes):
         x = torch.ones(megabytes << 18, requires_grad=True)
         y = (x * 2).exp()
@@ -549,7 +549,7 @@ STORE = """
     from concurrent.futures import Future
     from fused_oracle import check_values, counting_fused
     from retrograd import _fused, _lowering
-    from test_faults import fused
+    from alone_faults import fused
     from test_fused_compiled import MODELS, pair, step
     folder = pathlib.Path(os.environ["RETROGRAD_CACHE_DIR"])
     library = pathlib.Path({library!r})
@@ -841,7 +841,7 @@ def test_fork_while_other_threads_are_inside_backward() -> None:
     """Threads of all backends, which also record and capture all the time; each child uses all backends."""
     output = in_new_process("""
     os.environ["RETROGRAD_LOWERING"] = "eager"
-    from test_faults import SCOPES, expect_works, in_child, net_and_gradients, status_of, step
+    from alone_faults import SCOPES, expect_works, in_child, net_and_gradients, status_of, step
     from oracle import run_threads
     net, want = net_and_gradients()
     for name in SCOPES:
