@@ -155,8 +155,8 @@ py::dict stats() {
       "recordings"_a = s.recordings, "plans"_a = py::dict("compiled"_a = s.plans, "from_store"_a = s.plans_from_store),
       "previous_reasons"_a = by_name<retrograd::PreviousReason>(s.previous_calls),
       "schedule_reasons"_a = by_name<retrograd::ScheduleReason>(s.schedule_reasons), "captures"_a = s.captures,
-      "parallel_calls"_a = s.parallel_calls, "hits"_a = s.hits, "misses"_a = s.misses,
-      "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
+      "parallel_calls"_a = s.parallel_calls, "helped_steps"_a = s.helped_steps, "hits"_a = s.hits,
+      "misses"_a = s.misses, "nested_calls"_a = s.nested_calls, "max_depth"_a = s.max_depth,
       "seconds"_a = py::dict("walk"_a = s.walk_seconds, "lookup"_a = s.lookup_seconds, "run"_a = s.run_seconds),
       "cache"_a = py::dict("leaves"_a = s.cache_leaves, "nodes"_a = s.cache_nodes, "evictions"_a = s.cache_evictions));
 }

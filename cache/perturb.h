@@ -20,6 +20,9 @@ inline void perturb(const char* point) noexcept {
   }
 }
 
+// Whether it is on.
+inline bool is_perturbed() noexcept { return detail::perturb_seed.load(std::memory_order_relaxed) != 0; }
+
 // For all threads, from their next point on; 0: off. Returns the former seed. Equal seeds give the n-th thread that
 // passes a point the same delays, which makes a failure likely to come again, not certain: the scheduler has its own
 // will.

@@ -15,9 +15,11 @@
 #include <oneapi/tbb/info.h>
 #include <oneapi/tbb/task_arena.h>
 
+#include "cache/perturb.h"
 #include "engine/buffers.h"
 #include "engine/fork.h"
 #include "engine/starved.h"
+#include "engine/stats.h"
 #include "engine/step_runner.h"
 
 namespace retrograd {
@@ -115,6 +117,13 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
       advance();
       if (next_ == shape_.steps.size()) break;
       if (next_ == failed_) std::rethrow_exception(error_);
+      if (cache::is_perturbed()) {  // or the caller is done with small graphs before a helper is awake
+        lock.unlock();
+        cache::perturb("parallel.caller");
+        lock.lock();
+        advance();
+        if (next_ == shape_.steps.size() || next_ == failed_) continue;
+      }
       if (has_side_effects_[next_]) {
         run_with_side_effects(next_, lock);
       } else if (const uint32_t k = take(); k != kNoStep) {
@@ -219,6 +228,7 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
       wake_caller(k);
       return;
     }
+    cache::perturb("parallel.ran");
     lock.lock();
     finish(k, edges, /*spare=*/1);
   }
@@ -258,6 +268,7 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
       lock.lock();
       for (uint32_t k = open_ ? take() : kNoStep; k != kNoStep; k = open_ ? take() : kNoStep) {
         run_plain(k, lock);
+        thread_stats().helped_steps.add(1);
         baseline.restore_if_changed();
       }
       lock.unlock();

@@ -30,6 +30,7 @@ void accumulate(Stats& total, const ThreadStats& t) {
   total.misses += t.misses.get();
   total.nested_calls += t.nested_calls.get();
   total.parallel_calls += t.parallel_calls.get();
+  total.helped_steps += t.helped_steps.get();
   total.max_depth = std::max(total.max_depth, t.max_depth.get());
   total.walk_seconds += static_cast<double>(t.walk_ns.get()) * kNanosecond;
   total.lookup_seconds += static_cast<double>(t.lookup_ns.get()) * kNanosecond;
@@ -54,6 +55,7 @@ void subtract(Stats& total, const Stats& base) {
   total.misses -= base.misses;
   total.nested_calls -= base.nested_calls;
   total.parallel_calls -= base.parallel_calls;
+  total.helped_steps -= base.helped_steps;
   total.walk_seconds -= base.walk_seconds;
   total.lookup_seconds -= base.lookup_seconds;
   total.run_seconds -= base.run_seconds;

@@ -32,7 +32,8 @@ struct ThreadStats {
   ThreadStats& operator=(const ThreadStats&) = delete;
 
   Counter schedule_calls, callable_calls, fused_calls, fused_groups, unfused_groups, recordings, plans,
-      plans_from_store, parallel_calls, captures, hits, misses, nested_calls, max_depth, walk_ns, lookup_ns, run_ns;
+      plans_from_store, parallel_calls, helped_steps, captures, hits, misses, nested_calls, max_depth, walk_ns,
+      lookup_ns, run_ns;
   std::array<Counter, static_cast<size_t>(PreviousReason::kCount)> previous_calls;
   std::array<Counter, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons;
 

@@ -174,6 +174,7 @@ def stats() -> dict[str, Any]:
         previous_reasons: why calls ran on the previous engine, by reason; sums to calls["previous"].
         schedule_reasons: why calls of threads that asked for more ran on the schedule, by reason.
         parallel_calls: of calls["schedule"], those that ran independent branches at the same time.
+        helped_steps: nodes of such calls that ran on another thread than the caller's.
         captures: graphs captured for compiler functions, failed attempts included.
         hits, misses: calls whose plan was found, and calls that had to make it.
         nested_calls: calls made inside another retrograd call. max_depth: 1 where nothing was nested, 0 before any.

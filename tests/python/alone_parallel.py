@@ -16,6 +16,7 @@ from oracle import Program, Recorder, first_difference, observe
 from torch import Tensor
 
 import retrograd
+from retrograd import _C
 
 HERE = Path(__file__).parent
 
@@ -24,10 +25,12 @@ def parallel(program: Program, calls: int | None = None, times: int = 3) -> None
     """`program` on the stock engine and `times` times in parallel; `calls`: how many of its calls are, None for all."""
     with retrograd.disable():
         want = observe(program)
-    for _ in range(times):
+    for seed in range(times):
         before = retrograd.stats()
+        _C.perturb_with(seed)  # 0: not at all
         with retrograd.enable("schedule", parallel=True):
             got = observe(program)
+        _C.perturb_with(0)
         after = retrograd.stats()
         assert first_difference(want, got) is None, first_difference(want, got)
         ran = after["calls"]["schedule"] - before["calls"]["schedule"]
@@ -53,7 +56,9 @@ def test_branches_that_meet_add_up_in_the_stock_order() -> None:
             torch.stack([y @ w for y in branches(x)]).square().sum().backward()
         rec.grads(x, w)
 
+    before = retrograd.stats()["helped_steps"]
     parallel(program, times=20)
+    assert retrograd.stats()["helped_steps"] > before
 
 
 class Scale(torch.autograd.Function):
@@ -93,10 +98,11 @@ def test_an_error_leaves_what_the_stock_engine_leaves(kind: str, where: int) -> 
     def program(rec: Recorder) -> None:
         x = torch.randn(8, 8, requires_grad=True)
         leaves = [torch.randn(8, 8, requires_grad=True) for _ in range(4)]
+        quiet = [torch.randn(8, 8, requires_grad=True) for _ in range(4)]
         parts = []
         for i, (y, leaf) in enumerate(zip(branches(x, 4), leaves, strict=True)):
             leaf.register_post_accumulate_grad_hook(rec.hook(f"done {i}"))
-            z = y * leaf
+            z = (y * leaf) @ quiet[i]
             if i == where:
                 if kind == "hook":
                     z.register_hook(rec.hook("raises", lambda g: 1 / 0))  # type: ignore[arg-type, return-value]
@@ -108,9 +114,9 @@ def test_an_error_leaves_what_the_stock_engine_leaves(kind: str, where: int) -> 
             parts.append(z)
         with rec.catch():
             torch.stack(parts).sum().backward()
-        rec.grads(x, *leaves)
+        rec.grads(x, *leaves, *quiet)
 
-    parallel(program, calls=1)
+    parallel(program, calls=1, times=8)
 
 
 class Raises(torch.autograd.Function):

@@ -343,6 +343,7 @@ def test_shape_and_arithmetic_of_stats() -> None:
     assert set(stats) == {
         "calls", "groups", "recordings", "plans", "previous_reasons", "schedule_reasons", "captures",
         "hits", "misses", "nested_calls", "max_depth", "seconds", "cache", "parallel_calls",
+        "helped_steps",
     }  # fmt: skip
     assert stats["calls"] == {"schedule": 3, "fused": 0, "callable": 0, "previous": 2}
     assert stats["captures"] == 0 and not any(stats["schedule_reasons"].values())

@@ -171,6 +171,7 @@ struct Stats {
   std::array<uint64_t, static_cast<size_t>(PreviousReason::kCount)> previous_calls{};
   std::array<uint64_t, static_cast<size_t>(ScheduleReason::kCount)> schedule_reasons{};  // part of schedule_calls
   uint64_t parallel_calls = 0;  // part of schedule_calls: ran independent branches at the same time
+  uint64_t helped_steps = 0;    // nodes of such calls that ran on another thread than the caller's
   uint64_t captures = 0;        // graphs captured for compiler functions, failed attempts included
   uint64_t hits = 0;            // calls that found their plan
   uint64_t misses = 0;          // calls that had to make it
