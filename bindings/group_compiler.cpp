@@ -176,7 +176,7 @@ void add_group_compiler(py::module_& m) {
       });
   // None where there is no store.
   m.def(
-      "reserve_plan", [](const Recording& r) { return reserve_stored(r.key(), r.open()); },
+      "reserve_plan", [](const Recording& r) { return reserve_stored(query_of(r), r.open()); },
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "find_plan",

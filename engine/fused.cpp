@@ -401,6 +401,13 @@ class FusedRun {
   ScheduleReason reason_ = ScheduleReason::kNotFusable;
 };
 
+c10::DeviceType accelerator_of(const PreparedCall& call) {
+  for (Node* node : call.nodes) {
+    if (const auto stream = node->stream()) return stream->device_type();
+  }
+  return c10::kCPU;
+}
+
 }  // namespace
 
 void set_group_compiler(GroupCompiler* compiler) noexcept {
@@ -410,7 +417,9 @@ GroupCompiler* group_compiler() noexcept { return compiler_in_place.load(std::me
 
 std::optional<ScheduleReason> run_fused(PreparedCall& call, const ScheduleRun& run) {
   if (call.create_graph) return ScheduleReason::kCreateGraph;
-  if (call.use_streams) return ScheduleReason::kStreams;
+  // A plan runs on the stream that is current. Then there is nothing to wait for, and no gradient to hand between
+  // streams.
+  if (call.use_streams && (call.other_streams || !runs_plans_on(accelerator_of(call)))) return ScheduleReason::kStreams;
   const FusedGraph& graph = FusedGraph::of(*call.leaf, *call.schedule);
   const CutGraph* const cut = graph.cut(call.nodes);
   if (cut == nullptr) return ScheduleReason::kTooManyKeys;

@@ -237,9 +237,13 @@ Collecting collect_group(const Group& group, std::span<Node* const> nodes, std::
     if (places != nullptr) places->leaves.push_back(here());
     if (is_leaf) plain &= put_tensor(key, static_cast<const AccumulateGrad&>(target).variable);
   }
+  std::optional<c10::Device> device;  // a plan is for one
   const auto put_input = [&](const at::Tensor& tensor) {
     if (places != nullptr) places->inputs.push_back(here());
     plain &= put_tensor(key, tensor);
+    if (!tensor.defined() || (tensor.dim() == 0 && tensor.is_cpu())) return;  // a number may be on the host
+    if (!device) device = tensor.device();
+    plain &= tensor.device() == *device;
   };
   for (const at::Tensor& gradient : inputs.gradients) put_input(gradient);
   path.put(static_cast<uint32_t>(inputs.tensors().size()));

@@ -42,12 +42,16 @@ class GroupPlan {
   const Io io_;
 };
 
+// Whether compiled groups can run on devices of this kind: the CPU, and CUDA where libtorch has it.
+bool runs_plans_on(c10::DeviceType type) noexcept;
+
 // A shared library that AOTInductor made, and instances of the model in it. Runs without Python. A thread that finds no
 // free instance makes one (about a millisecond), so none ever waits for another.
 class LibraryPlan final : public GroupPlan {
  public:
-  // Loads the library. Throws c10::Error for one that cannot be loaded or has other numbers of inputs and results.
-  LibraryPlan(std::string library, Io io);
+  // Loads the library, whose inputs are on `device`; on CUDA it runs on the stream that is current. Throws c10::Error
+  // for one that cannot be loaded or has other numbers of inputs and results.
+  LibraryPlan(std::string library, Io io, c10::Device device = c10::kCPU);
   ~LibraryPlan() override;
 
   variable_list run(variable_list&& inputs) const override;
@@ -57,6 +61,7 @@ class LibraryPlan final : public GroupPlan {
   std::unique_ptr<Runner> take() const;
 
   const std::string library_;
+  const c10::Device device_;
   mutable std::mutex mutex_;  // held for a push or pop only
   mutable std::vector<std::unique_ptr<Runner>> idle_;
 };

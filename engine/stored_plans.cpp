@@ -8,6 +8,9 @@
 
 #include <c10/util/ConstexprCrc.h>
 #include <torch/version.h>
+#ifdef RETROGRAD_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#endif
 
 #include "engine/plan_text.h"
 #include "retrograd/plan_store.h"
@@ -19,8 +22,8 @@ constexpr int kFormat = 1;
 // Plans with open numbers that are kept for one key: what one does not admit, another may.
 constexpr int kMaxOpen = 4;
 
-// Everything that a library depends on and a key does not say.
-const std::string& environment() {
+// Everything that a library for the CPU depends on and a key does not say.
+const std::string& host_environment() {
   static const auto* const text = [] {
     std::ostringstream out;
     out << "format " << kFormat << "\ntorch " << TORCH_VERSION << "\n";
@@ -38,6 +41,18 @@ const std::string& environment() {
   return *text;
 }
 
+std::string environment(c10::Device device) {
+  std::string text = host_environment();
+#ifdef RETROGRAD_CUDA
+  if (device.is_cuda()) {
+    const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(device.index());
+    text += c10::str(properties.name, " ", properties.major, ".", properties.minor, "\n");
+  }
+#endif
+  (void)device;
+  return text;
+}
+
 const cache::PlanStore* store() {
   static const cache::PlanStore* const instance = []() -> const cache::PlanStore* {
     const auto folder = cache::PlanStore::default_folder();
@@ -45,6 +60,14 @@ const cache::PlanStore* store() {
     return std::make_unique<const cache::PlanStore>(*folder, cache::PlanStore::default_limits()).release();
   }();
   return instance;
+}
+
+// All inputs of a group are on one device (collect_group), but for single numbers, which may be on the host.
+c10::Device device_of(const StoredQuery& query) {
+  for (const at::Tensor& input : query.inputs) {
+    if (input.defined() && !input.is_cpu()) return input.device();
+  }
+  return c10::kCPU;
 }
 
 // Whether all that the plan speaks of is there: it is used without further looks.
@@ -98,7 +121,7 @@ std::optional<StoredVersion> load(const cache::StoredPlan& stored, const StoredQ
     if (!text.serves(query.key.numbers) || (open != nullptr && text.open != *open)) return std::nullopt;
     GroupPlan::Io io{std::move(text.inputs), std::move(text.outputs), std::move(text.guards)};
     if (!fits(io, query)) return std::nullopt;
-    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(io)),
+    return StoredVersion{std::make_shared<const LibraryPlan>(stored.library.string(), std::move(io), device_of(query)),
                          std::move(text.numbers), std::move(text.open)};
   } catch (const std::exception&) {  // from another world, though it says otherwise
     return std::nullopt;
@@ -110,22 +133,22 @@ std::optional<StoredVersion> load(const cache::StoredPlan& stored, const StoredQ
 std::optional<StoredVersion> find_stored(const StoredQuery& query, const std::vector<bool>* open) {
   if (store() == nullptr) return std::nullopt;
   if (open == nullptr || open->empty()) {
-    if (const auto found = store()->find(exact_key(query.key), environment()); found.plan) {
+    if (const auto found = store()->find(exact_key(query.key), environment(device_of(query))); found.plan) {
       if (auto version = load(*found.plan, query, open)) return version;
     }
   }
   for (int which = 0; which < kMaxOpen; ++which) {
     if (open != nullptr && open->empty()) break;
-    const auto found = store()->find(open_key(query.key, which), environment());
+    const auto found = store()->find(open_key(query.key, which), environment(device_of(query)));
     if (!found.plan) break;
     if (auto version = load(*found.plan, query, open)) return version;
   }
   return std::nullopt;
 }
 
-std::optional<cache::Reservation> reserve_stored(const GroupKey& key, const std::vector<bool>& open) {
+std::optional<cache::Reservation> reserve_stored(const StoredQuery& query, const std::vector<bool>& open) {
   if (store() == nullptr) return std::nullopt;
-  return store()->reserve(reservation_key(key, open), environment());
+  return store()->reserve(reservation_key(query.key, open), environment(device_of(query)));
 }
 
 std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const std::vector<bool>& open,
@@ -134,16 +157,18 @@ std::shared_ptr<const GroupPlan> store_and_load(const StoredQuery& query, const 
     const std::string text = to_text({name, io.inputs, io.outputs, io.guards, query.key.numbers, open});
     for (int which = 0; which < kMaxOpen; ++which) {
       const auto key = open.empty() ? exact_key(query.key) : open_key(query.key, which);
-      const auto stored = store()->publish(key, environment(), library, text);
+      const auto stored = store()->publish(key, environment(device_of(query)), library, text);
       if (!stored.plan) break;
-      if (stored.added) return std::make_shared<const LibraryPlan>(stored.plan->library.string(), std::move(io));
+      if (stored.added) {
+        return std::make_shared<const LibraryPlan>(stored.plan->library.string(), std::move(io), device_of(query));
+      }
       // Another process was first. Its plan does as well if it leaves open the same; whoever asked for this one takes
       // it for good for all that is open in it.
       if (auto version = load(*stored.plan, query, &open)) return version->plan;
       if (open.empty()) break;
     }
   }
-  return std::make_shared<const LibraryPlan>(library, std::move(io));
+  return std::make_shared<const LibraryPlan>(library, std::move(io), device_of(query));
 }
 
 bool has_plan_store(std::string* why_not) {

@@ -33,7 +33,7 @@ std::optional<StoredVersion> find_stored(const StoredQuery& query, const std::ve
 
 // The right to make a plan that leaves `open` open, among all processes that use the store. Does not wait. Nothing
 // where there is no store. Whoever holds it calls find_stored() once more, and keeps it until the plan is stored.
-std::optional<cache::Reservation> reserve_stored(const GroupKey& key, const std::vector<bool>& open);
+std::optional<cache::Reservation> reserve_stored(const StoredQuery& query, const std::vector<bool>& open);
 
 // Puts a compiled library into the store and loads it from there; from where it is if the store cannot have it.
 // Throws c10::Error for a library that cannot be loaded. `name` is for people.
