@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -25,6 +26,8 @@
 namespace retrograd {
 namespace {
 
+class ParallelRun;
+
 // The threads that help. They belong to the process, are started when first needed and sleep in between.
 class Helpers {
  public:
@@ -37,17 +40,26 @@ class Helpers {
   // How many may help one call. None in a forked child, which has only the thread that forked.
   uint32_t count() const { return forked_.load(std::memory_order_relaxed) ? 0 : count_; }
 
-  template <class Task>
-  void enqueue(Task&& task) {
-    arena_.enqueue(std::forward<Task>(task));
+  // Has some thread help `run`, soon. The runs wait in a queue of ours, not in oneTBB's tasks: ThreadSanitizer sees
+  // what is handed over under our lock, and nothing of what happens inside libtbb.
+  void ask_for(std::shared_ptr<ParallelRun> run) {
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_.push_back(std::move(run));
+    }
+    arena_.enqueue([] { get().help_next(); });
   }
 
   static void after_fork_in_child() { forked_.store(true, std::memory_order_relaxed); }
 
  private:
+  void help_next();
+
   static inline std::atomic<bool> forked_{false};
   const uint32_t count_ = static_cast<uint32_t>(std::max(1, oneapi::tbb::info::default_concurrency() - 1));
   oneapi::tbb::task_arena arena_{static_cast<int>(count_), /*reserved_for_masters=*/0};
+  std::mutex mutex_;  // held for a push or pop only
+  std::deque<std::shared_ptr<ParallelRun>> waiting_;
 };
 
 // Gradients by the edge they go along, until the step that takes them runs. No two threads touch the same edge at a
@@ -250,9 +262,10 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
 
   void invite() {
     ++invited_;
-    Helpers::get().enqueue([run = shared_from_this()] { run->help(); });
+    Helpers::get().ask_for(shared_from_this());
   }
 
+  friend class Helpers;
   // On a thread of the arena.
   void help() {
     std::unique_lock lock(mutex_);
@@ -299,6 +312,16 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
   bool caller_waits_ = false;
   bool open_ = true;
 };
+
+void Helpers::help_next() {
+  std::shared_ptr<ParallelRun> run;
+  {
+    const std::lock_guard lock(mutex_);
+    run = std::move(waiting_.front());
+    waiting_.pop_front();
+  }
+  run->help();
+}
 
 }  // namespace
 
