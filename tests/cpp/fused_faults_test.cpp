@@ -82,7 +82,14 @@ void* operator new(size_t size) {
   if (void* const memory = std::malloc(size != 0 ? size : 1)) return memory;
   throw std::bad_alloc();
 }
+// std::stable_sort asks in this way, and does without where there is nothing.
+void* operator new(size_t size, const std::nothrow_t&) noexcept {
+  using namespace retrograd::test;
+  if (failing != nullptr && engine_code.contains(__builtin_return_address(0)) && failing->fails_now()) return nullptr;
+  return std::malloc(size != 0 ? size : 1);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace retrograd::test {
