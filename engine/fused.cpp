@@ -167,15 +167,15 @@ class FusedRun {
       run_members(group);
       return true;
     }
-    if (!is_blocking() && !site.pause.is_over()) {
-      reason_ = site.pause.reason();
-      run_members(group);
-      return true;
-    }
     members_.clear();
     for (const uint32_t k : group.steps) members_.push_back(call_.nodes[k]);
     for (Node* member : members_) {
       if (C10_UNLIKELY(runs_user_code(*member, NodeKind::kPlain))) return false;  // hooks since the graph was cut
+    }
+    if (!is_blocking() && !site.pause.is_over()) {
+      reason_ = site.pause.reason();
+      run_members(group);
+      return true;
     }
     targets_.clear();
     for (const EdgeShape& output : group.outputs) targets_.push_back(call_.nodes[output.step]);
