@@ -77,6 +77,15 @@ class MakingPlan {
   CallFrame& frame_;
 };
 
+// Finds all nodes that could be in a group but must run by themselves, in the stock engine's order among all else that
+// can be seen. All at once: each call finding one more, and plans made for each new cut, would take as many calls as
+// there are such nodes.
+void refuse_all(const FusedGraph& graph, std::span<Node* const> nodes) {
+  for (uint32_t k = 0; k < nodes.size(); ++k) {
+    if (graph.fusable(k, *nodes[k]) == Fusable::kYes && must_run_alone(*nodes[k])) graph.refuse(k);
+  }
+}
+
 // Memory of calls that are over. A call takes it out: compilers and hooks may call backward.
 GroupKey& spare_key() {
   thread_local GroupKey key;
@@ -192,7 +201,7 @@ class FusedRun {
       case GroupObstacle::kSavedTensorHooks:
       case GroupObstacle::kUntraceable:
         inputs_.reset();
-        refuse_all();
+        refuse_all(graph_, call_.nodes);
         return false;
       case GroupObstacle::kError:
         inputs_.reset();
@@ -220,16 +229,6 @@ class FusedRun {
            reason == ScheduleReason::kNoCompiler;
   }
   bool is_blocking() const { return call_.setting.options.mode() == Mode::kBlocking; }
-
-  // All nodes to come that must run by themselves: each call finding one more, and plans made for each new cut, would
-  // take as many calls as there are such nodes.
-  void refuse_all() {
-    for (const Group& group : cut_.partition.groups) {
-      for (const uint32_t k : group.steps) {
-        if (!done_[k] && must_run_alone(*call_.nodes[k])) graph_.refuse(k);
-      }
-    }
-  }
 
   void run_members(const Group& group) {
     for (const uint32_t k : group.steps) run_step(k);
@@ -421,6 +420,7 @@ std::optional<ScheduleReason> run_fused(PreparedCall& call, const ScheduleRun& r
   // streams.
   if (call.use_streams && (call.other_streams || !runs_plans_on(accelerator_of(call)))) return ScheduleReason::kStreams;
   const FusedGraph& graph = FusedGraph::of(*call.leaf, *call.schedule);
+  if (saved_tensor_hooks_exist()) refuse_all(graph, call.nodes);
   const CutGraph* const cut = graph.cut(call.nodes);
   if (cut == nullptr) return ScheduleReason::kTooManyKeys;
   if (cut->partition.groups.empty()) return ScheduleReason::kNotFusable;

@@ -12,7 +12,7 @@ using torch::autograd::SavedVariableHooks;
 
 std::atomic<const PythonGate*> python_gate{nullptr};
 std::atomic<bool> ungated_hooks{false};
-std::atomic<bool> saved_tensor_hooks{false};
+std::atomic<int64_t> gated_hooks{0};  // alive. Whoever runs a graph was handed it, with what counted its hooks
 constinit thread_local const std::function<void()>* watch = nullptr;
 
 // What SavedVariable keeps for its hooks is private; access does not apply to explicit instantiations.
@@ -31,7 +31,12 @@ template struct SavedVariableAccess<&SavedVariable::hooks_, &SavedVariable::grad
 
 class GatedHooks final : public SavedVariableHooks {
  public:
-  explicit GatedHooks(std::unique_ptr<SavedVariableHooks> inner) : inner_(std::move(inner)) {}
+  explicit GatedHooks(std::unique_ptr<SavedVariableHooks> inner) : inner_(std::move(inner)) {
+    gated_hooks.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~GatedHooks() override { gated_hooks.fetch_sub(1, std::memory_order_relaxed); }
+  GatedHooks(const GatedHooks&) = delete;
+  GatedHooks& operator=(const GatedHooks&) = delete;
   // Both take the GIL themselves.
   void call_pack_hook(const at::Tensor& tensor) override { inner_->call_pack_hook(tensor); }
   at::Tensor call_unpack_hook() override {
@@ -66,8 +71,10 @@ PythonGateLock::~PythonGateLock() {
 std::unique_ptr<torch::autograd::SavedVariableHooks> gate_hooks(
     std::unique_ptr<torch::autograd::SavedVariableHooks> hooks) {
   if (hooks == nullptr) return hooks;
-  saved_tensor_hooks.store(true, std::memory_order_relaxed);
-  if (python_gate.load(std::memory_order_acquire) == nullptr) return hooks;
+  if (python_gate.load(std::memory_order_acquire) == nullptr) {
+    note_ungated_hooks();
+    return hooks;
+  }
   return std::make_unique<GatedHooks>(std::move(hooks));
 }
 
@@ -87,11 +94,10 @@ void gate_hooks_of(SavedVariable& variable) {
   hooks = gate_hooks(std::move(hooks));
 }
 
-void note_ungated_hooks() noexcept {
-  ungated_hooks.store(true, std::memory_order_relaxed);
-  saved_tensor_hooks.store(true, std::memory_order_relaxed);
+void note_ungated_hooks() noexcept { ungated_hooks.store(true, std::memory_order_relaxed); }
+bool saved_tensor_hooks_exist() noexcept {
+  return gated_hooks.load(std::memory_order_relaxed) != 0 || ungated_hooks_exist();
 }
-bool saved_tensor_hooks_exist() noexcept { return saved_tensor_hooks.load(std::memory_order_relaxed); }
 bool ungated_hooks_exist() noexcept { return ungated_hooks.load(std::memory_order_relaxed); }
 
 }  // namespace retrograd

@@ -62,8 +62,8 @@ void gate_hooks_of(torch::autograd::SavedVariable& variable);
 void note_ungated_hooks() noexcept;
 bool ungated_hooks_exist() noexcept;
 
-// Whether any saved-tensor hook, gated or not, was made since retrograd was installed: then even a node of libtorch's
-// own may run user code when it unpacks what it saved.
+// Whether a saved-tensor hook is alive that was made since retrograd was installed: then even a node of libtorch's own
+// may run user code when it unpacks what it saved. Ungated hooks are not counted: from the first one on, true for good.
 bool saved_tensor_hooks_exist() noexcept;
 
 }  // namespace retrograd

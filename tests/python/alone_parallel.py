@@ -61,6 +61,20 @@ def test_branches_that_meet_add_up_in_the_stock_order() -> None:
     assert retrograd.stats()["helped_steps"] > before
 
 
+def test_not_while_there_are_saved_tensor_hooks() -> None:
+    def program(rec: Recorder) -> None:
+        x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: rec.say("unpack", t) or t):
+            y = x * w
+        torch.stack(branches(w)).sum().backward()  # not this graph's, but there
+        torch.stack(branches(y)).sum().backward()
+        del y
+        torch.stack(branches(w)).sum().backward()
+        rec.grads(x, w)
+
+    parallel(program, calls=1)
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, rec: Recorder, name: str) -> Tensor:

@@ -537,7 +537,9 @@ def where(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
 @operation(0.7)
 def embedding(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
     rows = (torch.arange(a.shape[0]) + step.choice) % 5
-    return a + F.embedding(rows, run.leaves[TABLE], sparse=step.choice % 3 == 0)
+    table = run.leaves[TABLE]
+    # Whether torch can add sparse gradients of bfloat16 depends on their strides, which plans do not promise.
+    return a + F.embedding(rows, table, sparse=step.choice % 3 == 0 and table.dtype != torch.bfloat16)
 
 
 @operation(0.7)

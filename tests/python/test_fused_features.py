@@ -341,6 +341,36 @@ def test_saved_tensor_hooks_are_found_at_once_and_unpacked_in_order(kind: str) -
     assert ran.fused == 3 and ran.recordings == ran.by_node == 0, ran
 
 
+def test_an_unpack_hook_keeps_its_place_among_functions_and_hooks() -> None:
+    """On the first call too, when nobody knows yet that a node in a group's way has one."""
+
+    def program(rec: Recorder) -> None:
+        class Says(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                rec.say("function", grad)
+                return grad * 2
+
+        def unpack(t: Tensor) -> Tensor:
+            rec.say("unpack", t)
+            return t
+
+        x, w = leaf(3, 4), leaf(3, 4, seed=1)
+        early = Says.apply(x.sin().exp())
+        w.register_hook(rec.hook("leaf"))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            late = w.cos().relu()  # made after `early`, so its turn comes before
+        (early + late).exp().sum().backward()
+        rec.grads(x, w)
+
+    ran = compare_fused(program, path="mixed", reasons=("not_fusable",))
+    assert ran.fused == 1, ran
+
+
 def test_views_and_in_place() -> None:
     def program(rec: Recorder) -> None:
         x, w = leaf(4, 6), leaf(6, seed=1)
