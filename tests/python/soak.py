@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import functools
 import gc
 import linecache
 import os
@@ -66,6 +67,18 @@ class Journal:
         self.path.unlink()
 
 
+def forget_what_torch_keeps() -> None:
+    """Empties the caches that tracing fills without bound, a few kilobytes for each graph, in torch and sympy."""
+    torch.fx.graph_module._loader.eval_cache.clear()  # the source of every graph module
+    linecache.clearcache()
+    torch._dynamo.reset()
+    torch._subclasses.FakeTensorMode.cache_clear()
+    symbolic = ("torch.fx.experimental.", "torch.utils._sympy.", "sympy.")
+    for function in gc.get_objects():
+        if type(function) is functools._lru_cache_wrapper and function.__module__.startswith(symbolic):
+            function.cache_clear()
+
+
 class Samples:
     """What the process holds, wave by wave."""
 
@@ -78,10 +91,7 @@ class Samples:
 
     def take(self) -> None:
         retrograd.cache_clear()
-        # What torch keeps of every graph module: its source.
-        torch.fx.graph_module._loader.eval_cache.clear()
-        linecache.clearcache()
-        torch._dynamo.reset()
+        forget_what_torch_keeps()
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.minutes.append((time.monotonic() - self._start) / 60)
