@@ -16,6 +16,24 @@ namespace {
 
 using torch::autograd::GraphTask;
 
+// Why a compiler function is not even asked. None: it may be.
+std::optional<ScheduleReason> reason_against_compiler(const PreparedCall& call) {
+  if (call.create_graph) return ScheduleReason::kCreateGraph;
+  if (call.other_streams) return ScheduleReason::kStreams;  // a captured graph runs on the caller's
+  return std::nullopt;
+}
+
+// Whether the call is one for run_in_lanes().
+bool is_for_lanes(const PreparedCall& call) {
+  if (call.setting.options.compiler() != 0) {
+    if (torch::autograd::AnomalyMode::is_enabled() || !reason_against_compiler(call)) return false;
+    for (const CallFrame* outer = call.parent; outer != nullptr; outer = outer->parent) {
+      if (outer->capturing) return false;  // holds the capture lock: must not wait for devices' threads
+    }
+  }
+  return is_on_several_devices(call);
+}
+
 class CaptureSlot final : public Node {
  public:
   CaptureSlot() : Node(/*sequence_nr=*/0) { add_input_metadata(Node::undefined_input()); }
@@ -77,13 +95,10 @@ class BackwardRegion final : public Node {
   // What the thread's compiler function made, if it asked for one; false: the schedule must answer.
   bool run_callable(GraphTask& task, CallFrame& frame) {
     if (call_.setting.options.compiler() == 0) return false;
-    std::optional<ScheduleReason> reason = ScheduleReason::kNoCompiler;
-    if (call_.create_graph) {
-      reason = ScheduleReason::kCreateGraph;
-    } else if (call_.other_streams) {  // a captured graph knows no streams: it runs on the caller's
-      reason = ScheduleReason::kStreams;
-    } else if (CallableBackend* backend = callable_backend()) {
-      reason = backend->run(call_, frame, [&] { describe(task); });
+    std::optional<ScheduleReason> reason = reason_against_compiler(call_);
+    if (!reason) {
+      CallableBackend* backend = callable_backend();
+      reason = backend != nullptr ? backend->run(call_, frame, [&] { describe(task); }) : ScheduleReason::kNoCompiler;
     }
     if (reason && !torch::autograd::AnomalyMode::is_enabled()) thread_stats().count_fallback(*reason);
     return !reason;
@@ -169,9 +184,9 @@ bool is_region(const Node* node) {
 }
 
 void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
-  if (call.setting.options.compiler() == 0 && is_on_several_devices(call)) {
+  if (is_for_lanes(call)) {
     ThreadStats& stats = thread_stats();
-    if (call.setting.options.backend() == Backend::kInductor) {
+    if (call.setting.options.compiler() != 0 || call.setting.options.backend() == Backend::kInductor) {
       stats.count_fallback(call.create_graph ? ScheduleReason::kCreateGraph : ScheduleReason::kStreams);
     }
     stats.schedule_calls.add(1);

@@ -274,6 +274,22 @@ def test_several_roots_on_two_devices() -> None:
     as_stock(program)
 
 
+def test_what_a_compiler_function_cannot_have_runs_on_the_devices_threads() -> None:
+    def program() -> Any:
+        seen: dict[str, set[int]] = {}
+        graph = Graph(lambda name, grad: seen.setdefault(name, set()).add(threading.get_ident()))
+        return described(torch.autograd.grad(graph.loss, graph.named("wvkl"), create_graph=True)), seen
+
+    with retrograd.disable():
+        want = program()
+    before = retrograd.stats()
+    with retrograd.enable(lambda module: module):
+        assert program() == want
+    after = retrograd.stats()
+    assert after["schedule_reasons"]["create_graph"] == before["schedule_reasons"]["create_graph"] + 1
+    assert after["calls"]["schedule"] == before["calls"]["schedule"] + 1
+
+
 class SaysWhatIsNeeded(torch.autograd.Function):
     """Says on each device what the graph task tells of the call."""
 
