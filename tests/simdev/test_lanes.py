@@ -91,7 +91,8 @@ def test_hooks_of_two_devices_meet(backend: str, call: Call) -> None:
         assert torch.equal(ours, stock)
 
 
-def test_calls_of_several_threads_share_the_devices_threads() -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_of_several_threads_share_the_devices_threads(call: Call) -> None:
     """Segments never wait in the middle, so calls cannot block one another."""
     results: list[list[Tensor]] = []
 
@@ -99,8 +100,8 @@ def test_calls_of_several_threads_share_the_devices_threads() -> None:
         with retrograd.enable("schedule"):
             for _ in range(25):
                 loss, weights = towers(lambda device, layer: None)
-                loss.backward()
-        results.append(values(weights))
+                got = call(loss, weights)
+        results.append(got)
 
     before = schedule_calls()
     threads = [threading.Thread(target=train, daemon=True) for _ in range(4)]
@@ -109,7 +110,7 @@ def test_calls_of_several_threads_share_the_devices_threads() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert schedule_calls() == before + 100
+    assert schedule_calls() == before + 100 and len(results) == 4
     for got in results[1:]:
         for a, b in zip(got, results[0], strict=True):
             assert torch.equal(a, b)
