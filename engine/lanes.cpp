@@ -12,7 +12,6 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "engine/buffers.h"
-#include "engine/gated_hooks.h"
 #include "engine/graph_task.h"
 #include "engine/starved.h"
 #include "engine/stats.h"
@@ -88,32 +87,22 @@ class LaneCall {
 
   std::span<const Segment> segments() const { return segments_; }
 
+  // Before any segment runs.
+  void begin() {
+    GraphTask& task = current_graph_task();
+    task.caller_current_streams_ = call_.caller_streams;
+    // Under inputs= the engine asks the task before each segment which nodes are needed, without its lock.
+    if (!call_.outputs.empty()) describe_once(task);
+  }
+
   void run(const Segment& segment) {
     GraphTask& task = current_graph_task();
-    CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
+    CallFrame frame = frame_of(call_);
     frame.heap = &frame.own_heap;  // calls nested in different segments may run at the same time
-    if (call_.keep_graph || call_.create_graph) frame.retained_on = call_.entered_on;
     const ContextScope scope(call_.setting, call_.flags, frame);
-    const auto describe_task = [&] {
-      std::call_once(described_, [&] {
-        const std::lock_guard lock(task.mutex_);  // the engine counts down the segments' dependencies meanwhile
-        describe(call_, task);
-      });
-    };
-    const ScheduleRun run{.nodes = call_.nodes,
-                          .root_gradients = call_.single_root ? &call_.gradients : nullptr,
-                          .keep_graph = call_.keep_graph,
-                          .use_streams = true,
-                          .parallel = false,
-                          .task = task,
-                          .describe_task = describe_task,
-                          .describe_at_start = saved_tensor_hooks_exist(),
-                          .frame = frame,
-                          .captured = call_.captured};
-    std::call_once(begun_, [&] {
-      task.caller_current_streams_ = call_.caller_streams;
-      buffers_.emplace(shape_, run);
-    });
+    const auto describe_task = [&] { describe_once(task); };
+    const ScheduleRun run = schedule_run(call_, task, describe_task, frame);
+    std::call_once(begun_, [&] { buffers_.emplace(shape_, run); });
     Buffers buffers(*this, task);
     StepRunner<Buffers> steps(*call_.schedule, run, buffers);
     for (const uint32_t k : segment.steps) {
@@ -135,6 +124,13 @@ class LaneCall {
   }
 
  private:
+  void describe_once(GraphTask& task) {
+    std::call_once(described_, [&] {
+      const std::lock_guard lock(task.mutex_);  // the engine counts down the segments' dependencies meanwhile
+      describe(call_, task);
+    });
+  }
+
   // The call's buffers, for one segment. Two devices may send a gradient to one step at the same time, as under the
   // stock engine; the order in which such gradients are added is then a matter of timing, as there.
   class Buffers {
@@ -195,6 +191,7 @@ class LaneNode final : public Node {
  private:
   variable_list apply(variable_list&&) override {
     lanes_.run(segment_);
+    if (segment_.next.empty()) next_edges().clear();  // to the output
     variable_list sent;
     const auto segments = lanes_.segments();
     for (const uint32_t next : segment_.next) {
@@ -212,7 +209,7 @@ class LaneNode final : public Node {
 // other devices would wait.
 class LaneRoot final : public Node {
  public:
-  explicit LaneRoot(const Tokens& tokens) : Node(/*sequence_nr=*/UINT64_MAX), tokens_(tokens) {}
+  LaneRoot(LaneCall& lanes, const Tokens& tokens) : Node(/*sequence_nr=*/UINT64_MAX), lanes_(lanes), tokens_(tokens) {}
   std::string name() const override { return "BackwardRegion"; }
 
   void begin_with(uint32_t segment, Edge edge) {
@@ -222,11 +219,13 @@ class LaneRoot final : public Node {
 
  private:
   variable_list apply(variable_list&&) override {
+    lanes_.begin();
     variable_list sent;
     for (const uint32_t segment : first_) sent.push_back(tokens_[segment]);
     return sent;
   }
 
+  LaneCall& lanes_;
   const Tokens& tokens_;
   std::vector<uint32_t> first_;
 };
@@ -259,20 +258,24 @@ void run_in_lanes(torch::autograd::Engine& engine, PreparedCall& call) {
   std::vector<c10::intrusive_ptr<LaneNode>> nodes;
   for (uint32_t i = 0; i < segments.size(); ++i) nodes.push_back(c10::make_intrusive<LaneNode>(lanes, i, tokens));
   std::vector<bool> is_first(segments.size(), true);  // of its device
+  const edge_list output = make_output(call);
   // From the end, as a node that has edges leading to it must get none of its own.
   for (auto i = static_cast<uint32_t>(segments.size()); i-- > 0;) {
+    if (segments[i].next.empty()) {
+      for (const Edge& edge : output) nodes[i]->add_next_edge(edge);
+    }
     for (const uint32_t next : segments[i].next) {
       nodes[i]->add_next_edge(Edge(nodes[next], nodes[next]->add_input_metadata(tokens[next])));
       if (segments[next].device == segments[i].device) is_first[next] = false;
     }
   }
   const at::Tensor begin = at::empty({0});
-  auto root = c10::make_intrusive<LaneRoot>(tokens);
+  auto root = c10::make_intrusive<LaneRoot>(lanes, tokens);
   root->add_input_metadata(begin);
   for (uint32_t i = 0; i < segments.size(); ++i) {
     if (is_first[i]) root->begin_with(i, Edge(nodes[i], nodes[i]->add_input_metadata(tokens[i])));
   }
-  engine.execute({Edge(std::move(root), 0)}, {begin}, call.keep_graph, call.create_graph, /*accumulate_grad=*/true, {});
+  execute(engine, call, std::move(root), begin, output);
 }
 
 }  // namespace retrograd

@@ -14,7 +14,7 @@ namespace retrograd {
 // Whether nodes of the call are on more than one accelerator device.
 bool is_on_several_devices(const PreparedCall& call);
 
-// As run_in_region(), for a backward() without inputs= on the schedule.
+// As run_in_region(), for a call that runs on the schedule.
 void run_in_lanes(torch::autograd::Engine& engine, PreparedCall& call);
 
 bool is_lane(const Node* node);

@@ -16,8 +16,24 @@ namespace {
 
 using torch::autograd::GraphTask;
 
-// Never runs anything. A region with inputs= has one as its only output, because a graph task counts as "imperative"
-// (and lets reentrant checkpoint run) exactly while nothing is to be captured.
+// Why a compiler function is not even asked. None: it may be.
+std::optional<ScheduleReason> reason_against_compiler(const PreparedCall& call) {
+  if (call.create_graph) return ScheduleReason::kCreateGraph;
+  if (call.other_streams) return ScheduleReason::kStreams;  // a captured graph runs on the caller's
+  return std::nullopt;
+}
+
+// Whether the call is one for run_in_lanes().
+bool is_for_lanes(const PreparedCall& call) {
+  if (call.setting.options.compiler() != 0) {
+    if (torch::autograd::AnomalyMode::is_enabled() || !reason_against_compiler(call)) return false;
+    for (const CallFrame* outer = call.parent; outer != nullptr; outer = outer->parent) {
+      if (outer->capturing) return false;  // holds the capture lock: must not wait for devices' threads
+    }
+  }
+  return is_on_several_devices(call);
+}
+
 class CaptureSlot final : public Node {
  public:
   CaptureSlot() : Node(/*sequence_nr=*/0) { add_input_metadata(Node::undefined_input()); }
@@ -39,8 +55,7 @@ class BackwardRegion final : public Node {
   variable_list apply(variable_list&&) override {
     GraphTask& task = current_graph_task();
     if (call_.use_streams) task.caller_current_streams_ = call_.caller_streams;
-    CallFrame frame{.parent = call_.parent, .depth = call_.parent != nullptr ? call_.parent->depth + 1 : 1};
-    if (call_.keep_graph || call_.create_graph) frame.retained_on = call_.entered_on;
+    CallFrame frame = frame_of(call_);
     ContextScope scope(call_.setting, call_.flags, frame);
     // The calls further out went live when the parent began.
     if (call_.parent != nullptr && call_.parent->order != nullptr) call_.parent->order->go_live();
@@ -55,9 +70,7 @@ class BackwardRegion final : public Node {
     } else {
       run(task, frame);
     }
-    // Results go back in call_.captured. The slot has done its work when the task began; without the edge to it, the
-    // stock engine does not visit it.
-    next_edges().clear();
+    next_edges().clear();  // results go back in call_.captured
     return {};
   }
 
@@ -68,17 +81,7 @@ class BackwardRegion final : public Node {
       return;
     }
     const auto describe_task = [&] { describe(task); };
-    const ScheduleRun run{.nodes = call_.nodes,
-                          .root_gradients = call_.single_root ? &call_.gradients : nullptr,
-                          .keep_graph = call_.keep_graph,
-                          .use_streams = call_.use_streams,
-                          .parallel = call_.setting.options.parallel() && !call_.use_streams && !call_.create_graph &&
-                                      call_.outputs.empty() && !saved_tensor_hooks_exist(),
-                          .task = task,
-                          .describe_task = describe_task,
-                          .describe_at_start = !call_.outputs.empty() || saved_tensor_hooks_exist(),
-                          .frame = frame,
-                          .captured = call_.captured};
+    const ScheduleRun run = schedule_run(call_, task, describe_task, frame);
     if (call_.setting.options.compiler() == 0 && call_.setting.options.backend() == Backend::kInductor) {
       const auto reason = run_fused(call_, run);
       if (!reason) return;
@@ -92,13 +95,10 @@ class BackwardRegion final : public Node {
   // What the thread's compiler function made, if it asked for one; false: the schedule must answer.
   bool run_callable(GraphTask& task, CallFrame& frame) {
     if (call_.setting.options.compiler() == 0) return false;
-    std::optional<ScheduleReason> reason = ScheduleReason::kNoCompiler;
-    if (call_.create_graph) {
-      reason = ScheduleReason::kCreateGraph;
-    } else if (call_.other_streams) {  // a captured graph knows no streams: it runs on the caller's
-      reason = ScheduleReason::kStreams;
-    } else if (CallableBackend* backend = callable_backend()) {
-      reason = backend->run(call_, frame, [&] { describe(task); });
+    std::optional<ScheduleReason> reason = reason_against_compiler(call_);
+    if (!reason) {
+      CallableBackend* backend = callable_backend();
+      reason = backend != nullptr ? backend->run(call_, frame, [&] { describe(task); }) : ScheduleReason::kNoCompiler;
     }
     if (reason && !torch::autograd::AnomalyMode::is_enabled()) thread_stats().count_fallback(*reason);
     return !reason;
@@ -115,6 +115,39 @@ class BackwardRegion final : public Node {
 };
 
 }  // namespace
+
+ScheduleRun schedule_run(PreparedCall& call, GraphTask& task, c10::function_ref<void()> describe_task,
+                         CallFrame& frame) {
+  return {.nodes = call.nodes,
+          .root_gradients = call.single_root ? &call.gradients : nullptr,
+          .keep_graph = call.keep_graph,
+          .use_streams = call.use_streams,
+          .parallel = call.setting.options.parallel() && !call.use_streams && !call.create_graph &&
+                      call.outputs.empty() && !saved_tensor_hooks_exist(),
+          .task = task,
+          .describe_task = describe_task,
+          .describe_at_start = !call.outputs.empty() || saved_tensor_hooks_exist(),
+          .frame = frame,
+          .captured = call.captured};
+}
+
+CallFrame frame_of(const PreparedCall& call) {
+  return {.parent = call.parent,
+          .depth = call.parent != nullptr ? call.parent->depth + 1 : 1,
+          .retained_on = call.keep_graph || call.create_graph ? call.entered_on : nullptr};
+}
+
+edge_list make_output(const PreparedCall& call) {
+  if (call.outputs.empty()) return {};
+  return {Edge(c10::make_intrusive<CaptureSlot>(), 0)};
+}
+
+void execute(torch::autograd::Engine& engine, PreparedCall& call, c10::intrusive_ptr<Node> root,
+             const at::Tensor& gradient, const edge_list& output) {
+  if (!call.accumulate) call.captured.resize(call.outputs.size());
+  engine.execute({Edge(std::move(root), 0)}, {gradient}, call.keep_graph, call.create_graph,
+                 output.empty() || call.accumulate, output);
+}
 
 void describe(PreparedCall& call, GraphTask& task) {
   const Schedule& schedule = *call.schedule;
@@ -151,9 +184,9 @@ bool is_region(const Node* node) {
 }
 
 void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
-  if (call.outputs.empty() && call.setting.options.compiler() == 0 && is_on_several_devices(call)) {
+  if (is_for_lanes(call)) {
     ThreadStats& stats = thread_stats();
-    if (call.setting.options.backend() == Backend::kInductor) {
+    if (call.setting.options.compiler() != 0 || call.setting.options.backend() == Backend::kInductor) {
       stats.count_fallback(call.create_graph ? ScheduleReason::kCreateGraph : ScheduleReason::kStreams);
     }
     stats.schedule_calls.add(1);
@@ -165,15 +198,9 @@ void run_in_region(torch::autograd::Engine& engine, PreparedCall& call) {
   // reference count.
   thread_local const at::Tensor token = at::empty({0});
   auto region = c10::make_intrusive<BackwardRegion>(call, token);
-  edge_list slots;
-  if (!call.outputs.empty()) {
-    auto slot = c10::make_intrusive<CaptureSlot>();
-    region->add_next_edge(Edge(slot, 0));
-    slots.emplace_back(std::move(slot), 0);
-    if (!call.accumulate) call.captured.resize(call.outputs.size());
-  }
-  engine.execute({Edge(std::move(region), 0)}, {token}, call.keep_graph, call.create_graph,
-                 slots.empty() || call.accumulate, slots);
+  const edge_list output = make_output(call);
+  for (const Edge& edge : output) region->add_next_edge(edge);
+  execute(engine, call, std::move(region), token, output);
   if (call.error) std::rethrow_exception(call.error);
 }
 

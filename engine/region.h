@@ -55,6 +55,23 @@ struct PreparedCall {
 // Runs the call inside a region executed by `engine` (the previous engine). Results are left in call.captured.
 void run_in_region(torch::autograd::Engine& engine, PreparedCall& call);
 
+// What a run of the call's schedule needs, in the task that the call runs in. `describe_task` and `frame` must outlive
+// it.
+ScheduleRun schedule_run(PreparedCall& call, torch::autograd::GraphTask& task, c10::function_ref<void()> describe_task,
+                         CallFrame& frame);
+
+// A frame for the call, or for a part of it, on this thread.
+CallFrame frame_of(const PreparedCall& call);
+
+// The only output that the previous engine is told of: empty without inputs=, else an edge to a node that never runs. A
+// graph task counts as "imperative" (and lets reentrant checkpoint run) exactly while it has no output. All that is to
+// run must lead there, and take its edges to it away before the engine follows them.
+edge_list make_output(const PreparedCall& call);
+
+// Has the previous engine run the graph under `root`, which is the call; `output` is from make_output().
+void execute(torch::autograd::Engine& engine, PreparedCall& call, c10::intrusive_ptr<Node> root,
+             const at::Tensor& gradient, const edge_list& output);
+
 // Makes the call's graph task describe the real graph. Nodes may ask the task which nodes it will run and which
 // gradients it needs (multi-grad hooks, needs_input_grad).
 void describe(PreparedCall& call, torch::autograd::GraphTask& task);

@@ -73,6 +73,11 @@ def program(seed: int) -> Callable[[DeviceRecorder], None]:
             leaves[0].register_post_accumulate_grad_hook(lambda p: rec.say("accumulated", p.grad))
         calls = choose.choice([1, 1, 2])
         inputs = choose.choice([None, None, leaves[1:]])
+        captured = (
+            [*inputs, *(tensor for tensor, _ in choose.sample(pool[3:], 2) if tensor.requires_grad)]
+            if inputs and choose.random() < 0.5
+            else None
+        )
         rec.backward_begins()
         for call in range(calls):
             gradients = []
@@ -82,7 +87,11 @@ def program(seed: int) -> Callable[[DeviceRecorder], None]:
                 gradients[-1].record_stream(on)
             outputs = [root for root, _ in roots]
             if any(tensor.requires_grad for tensor in outputs):
-                torch.autograd.backward(outputs, gradients, retain_graph=call + 1 < calls, inputs=inputs)
+                if captured is not None:
+                    grads = torch.autograd.grad(outputs, captured, gradients, call + 1 < calls, allow_unused=True)
+                    rec.say(grads)
+                else:
+                    torch.autograd.backward(outputs, gradients, retain_graph=call + 1 < calls, inputs=inputs)
             rec.grads(*leaves)
 
     return run_it

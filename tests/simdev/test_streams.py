@@ -121,6 +121,23 @@ def gradients_that_are_captured(rec: DeviceRecorder) -> None:
     rec.say(torch.autograd.grad(z, [w, y, v], integers(0, 4, seed=2)))
 
 
+def captured_on_two_devices(rec: DeviceRecorder) -> None:
+    """A leaf, and inner tensors: one whose node runs, and one of whose node only the tensor's hook does."""
+    a, c, d = new_stream(0), new_stream(1), new_stream(1)
+    w, v = leaf(a, 4), leaf(c, 4, seed=1)
+    with a, c:
+        h = w * w
+        y = h.to("sim:1") * v
+    share(y, c, d)
+    with d:
+        z = y * 3
+    gradient = integers(1, 4, seed=2)
+    gradient.record_stream(d)
+    h.register_hook(lambda grad: grad * 2)
+    rec.backward_begins()
+    rec.say(torch.autograd.grad(z, [h, v, y], gradient))
+
+
 def calls_that_accumulate(rec: DeviceRecorder) -> None:
     """The caller reads and changes gradients between calls, on its own stream, and waits for nothing."""
     a, b = new_stream(0), new_stream(0)
@@ -308,6 +325,7 @@ PROGRAMS: list[tuple[DeviceProgram, int]] = [
     (leaves_on_streams_of_their_own, 0),
     (two_devices_four_streams, 0),
     (gradients_that_are_captured, 0),
+    (captured_on_two_devices, 0),
     (calls_that_accumulate, 0),
     (retained_graph, 0),
     (hooks_on_streams, 0),
