@@ -90,10 +90,24 @@ class FrontEnd : public PyCompilerInterface {
 
 class OpenFrontEnd {
  public:
-  explicit OpenFrontEnd(py::object instance) : instance_(std::move(instance)) {}
+  explicit OpenFrontEnd(py::object instance) : instance_(std::move(instance)) {
+    if (!py::hasattr(instance_, kAfterAccumulation)) return;
+    // libtorch never lets go of the list that this returns, nor of the tensors in it.
+    instance_.attr(kAfterAccumulation) =
+        py::cpp_function([this, inner = py::object(instance_.attr(kAfterAccumulation))](const py::args& arguments) {
+          py::object result = inner(*arguments);
+          if (py::isinstance<py::list>(result)) lost_.append(result);
+          return result;
+        });
+  }
   ~OpenFrontEnd() {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
+    call_quietly([&] {
+      for (const py::handle list : lost_) list.attr("clear")();
+      // It refers to the instance, in a way that Python's garbage collector does not see.
+      if (py::hasattr(instance_, kAfterAccumulation)) py::delattr(instance_, kAfterAccumulation);
+    });
     // Before close(): torch enters it first, and leaves it only in end_capture().
     if (!ended_) call_quietly([&] { leave_compile_context(); });
     call_quietly([&] { instance_.attr("close")(); });
@@ -120,7 +134,10 @@ class OpenFrontEnd {
     instance_.attr("compile_context").attr("__exit__")(none, none, none);
   }
 
+  static constexpr const char* kAfterAccumulation = "post_acc_grad_hook";
+
   py::object instance_;
+  py::list lost_;
   bool ended_ = false;
 };
 
@@ -310,12 +327,26 @@ variable_list through_hooks(const Hooks& hooks, variable_list gradients, const C
 }
 
 // The gradients that a node got so far.
-using InputBuffers = std::unordered_map<Node*, variable_list>;
+struct InputBuffer {
+  explicit InputBuffer(size_t size) : sums(size), sparse(size, false) {}
+  variable_list sums;
+  std::vector<bool> sparse;  // whether the sum will be a sparse tensor, which its stand-in does not tell
+};
+using InputBuffers = std::unordered_map<Node*, InputBuffer>;
 
-void add_gradient(py::handle front_end, InputBuffers& buffers, const Edge& edge, const at::Tensor& gradient) {
+void add_gradient(py::handle front_end, InputBuffers& buffers, const Edge& edge, const at::Tensor& gradient,
+                  bool sparse) {
   auto& buffer = buffers.try_emplace(edge.function.get(), edge.function->num_inputs()).first->second;
-  at::Tensor& sum = buffer[edge.input_nr];
-  sum = sum.defined() ? front_end.attr("accumulate")(sum, gradient).cast<at::Tensor>() : gradient;
+  at::Tensor& sum = buffer.sums[edge.input_nr];
+  const bool sum_is_sparse = buffer.sparse[edge.input_nr];
+  buffer.sparse[edge.input_nr] = sparse && (sum_is_sparse || !sum.defined());
+  if (!sum.defined()) {
+    sum = gradient;
+    return;
+  }
+  // The graph adds with add(), which takes a sparse tensor on the right of a dense one only.
+  const bool swap = sum_is_sparse && !sparse;
+  sum = front_end.attr("accumulate")(swap ? gradient : sum, swap ? sum : gradient).cast<at::Tensor>();
 }
 
 using HandedInputs = std::unordered_map<const Node*, uint32_t>;  // HandedLeaf::input
@@ -327,7 +358,7 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   set_node_origin(front_end, node, k);
 
   variable_list inputs(node.num_inputs());
-  if (auto buffer = buffers.extract(&node)) inputs = std::move(buffer.mapped());
+  if (auto buffer = buffers.extract(&node)) inputs = std::move(buffer.mapped().sums);
   using Indexed = std::pair<int, int>;
   inputs = through_hooks(call.tensor_pre_hooks, std::move(inputs), [&](const py::object& list, const Indexed& hook) {
     return front_end.attr("tensor_pre_hook")(list, hook.first, hook.second);
@@ -365,9 +396,10 @@ void capture_node(py::handle front_end, const CaptureRequest& request, size_t k,
   outputs = through_hooks(call.post_hooks, std::move(outputs), [&](const py::object& list, int hook) {
     return front_end.attr("post_hook")(list, to_python_list(inputs), hook);
   });
+  const bool sparse = makes_sparse_gradients(node);
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Edge& edge = node.next_edge(i);
-    if (edge.is_valid() && outputs[i].defined()) add_gradient(front_end, buffers, edge, outputs[i]);
+    if (edge.is_valid() && outputs[i].defined()) add_gradient(front_end, buffers, edge, outputs[i], sparse);
   }
 }
 

@@ -122,11 +122,7 @@ bool put_scalar(cache::Path& path, const c10::IValue& value) {
 // one that it is made from without holding a reference to it, so AccumulateGrad, if it came later, would take the dense
 // one over.
 bool handles_sparse(Node& node) {
-  using namespace torch::autograd::generated;
-  const std::type_info& type = typeid(node);
-  if (type == typeid(EmbeddingBackward0) && static_cast<const EmbeddingBackward0&>(node).sparse) return true;
-  if (type == typeid(EmbeddingBagBackward0) && static_cast<const EmbeddingBagBackward0&>(node).sparse) return true;
-  if (type == typeid(GatherBackward0) && static_cast<const GatherBackward0&>(node).sparse_grad) return true;
+  if (makes_sparse_gradients(node)) return true;
   const auto is_sparse = [](const InputMetadata& metadata) {
     return !metadata.was_default_constructed() && metadata.layout() != c10::kStrided;
   };

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 namespace retrograd {
 
@@ -30,5 +31,14 @@ bool is_custom_function(const std::type_info& type) {
 }
 
 bool is_python_node(const std::type_info& type) { return std::string_view(type.name()) == "N5torch8autograd6PyNodeE"; }
+
+bool makes_sparse_gradients(const torch::autograd::Node& node) {
+  using namespace torch::autograd::generated;
+  const std::type_info& type = typeid(node);
+  if (type == typeid(EmbeddingBackward0)) return static_cast<const EmbeddingBackward0&>(node).sparse;
+  if (type == typeid(EmbeddingBagBackward0)) return static_cast<const EmbeddingBagBackward0&>(node).sparse;
+  if (type == typeid(GatherBackward0)) return static_cast<const GatherBackward0&>(node).sparse_grad;
+  return false;
+}
 
 }  // namespace retrograd

@@ -1,7 +1,9 @@
-// What kind of code a node type runs, told from its type alone.
+// What kind of node a node is, told from its type, or little more.
 #pragma once
 
 #include <typeinfo>
+
+#include <torch/csrc/autograd/function.h>
 
 namespace retrograd {
 
@@ -22,5 +24,8 @@ bool is_custom_function(const std::type_info& type);
 // A Python autograd.Function's node. Told by name: libtorch_python does not export the type, and the engine must
 // not link to it.
 bool is_python_node(const std::type_info& type);
+
+// A lookup with sparse=True or sparse_grad=True: its gradient for the table is a sparse tensor.
+bool makes_sparse_gradients(const torch::autograd::Node& node);
 
 }  // namespace retrograd
