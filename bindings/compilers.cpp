@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cache/perturb.h"
+
 namespace retrograd::bindings {
 namespace {
 
@@ -191,6 +193,7 @@ void Compiler::keep(const std::shared_ptr<Kept>& kept) {
 
 std::shared_ptr<Compiler> find_compiler(uint32_t number) {
   const std::lock_guard lock(registry().mutex);
+  cache::perturb("compiler.finding");
   const auto found = registry().by_number.find(number);
   return found == registry().by_number.end() ? nullptr : found->second.lock();
 }

@@ -266,9 +266,14 @@ PYBIND11_MODULE(_C, m) {
     retrograd::bindings::drop_deferred();
   });
   m.def("current_autograd_node", &current_autograd_node);
-  // For tests of threads (cache/perturb.h).
+  // For tests of threads and forks (cache/perturb.h).
   m.def("perturb_with", &retrograd::cache::perturb_with);
   m.def("perturbations", &retrograd::cache::perturbations);
+  m.def("drop_without_gil", [](const py::object& object) {
+    auto reference = retrograd::bindings::PyRef::borrow(object.ptr());
+    const py::gil_scoped_release no_gil;
+    reference = {};
+  });
   m.def("note_ungated_hooks", &retrograd::note_ungated_hooks);
   m.def("set_stock_compiled_autograd_active", &retrograd::set_stock_compiled_autograd_active);
 

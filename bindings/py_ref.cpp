@@ -4,6 +4,8 @@
 #include <mutex>
 #include <vector>
 
+#include "cache/perturb.h"
+
 namespace retrograd::bindings {
 namespace {
 
@@ -29,6 +31,7 @@ void drop(PyObject* object) noexcept {
   }
   try {
     const std::lock_guard lock(deferred().mutex);
+    cache::perturb("deferred.pushing");
     deferred().objects.push_back(object);
   } catch (...) {  // out of memory: it leaks
     return;

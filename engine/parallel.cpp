@@ -45,6 +45,7 @@ class Helpers {
   void ask_for(std::shared_ptr<ParallelRun> run) {
     {
       const std::lock_guard lock(mutex_);
+      cache::perturb("parallel.asking");
       waiting_.push_back(std::move(run));
     }
     arena_.enqueue([] { get().help_next(); });

@@ -1,6 +1,11 @@
 // Independent branches at the same time: how a graph's joints are found, when it is done at all, and that it does what
 // the stock engine does. Hooks of all kinds, errors and nesting: tests/python/alone_parallel.py.
+#include <atomic>
 #include <cstdlib>
+#include <string_view>
+#include <thread>
+
+#include <ATen/record_function.h>
 
 #include "engine/parallel.h"
 #include "engine/schedule.h"
@@ -149,6 +154,60 @@ TEST_F(Parallel, AnErrorInABranchIsTheFirstOneOfTheStockOrder) {
   EXPECT_NE(want.find("modified by an inplace operation"), std::string::npos);
   const Enable on(Options().parallel(true));
   for (int i = 0; i < 50; ++i) EXPECT_EQ(run(), want);
+}
+
+// A caller that gets an error while a helper is in the middle of a step. The helper's step is held up where it begins,
+// by a profiler's callback, until the error is under way and then some.
+struct HeldUp {
+  static inline std::thread::id caller;
+  static inline std::atomic<int> begun, ended;  // steps of helpers
+  static inline std::atomic<bool> failing;
+
+  static bool is_helpers_step(const at::RecordFunction& range) {
+    return std::this_thread::get_id() != caller &&
+           std::string_view(range.name()).starts_with("autograd::engine::evaluate_function: ");
+  }
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& range) {
+    if (!is_helpers_step(range)) return nullptr;
+    begun += 1;
+    begun.notify_all();
+    failing.wait(false);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return nullptr;
+  }
+  static void end(const at::RecordFunction& range, at::ObserverContext*) {
+    if (is_helpers_step(range)) ended += 1;
+  }
+};
+
+TEST_F(Parallel, ACallThatFailsWaitsForItsHelpers) {
+  HeldUp::caller = std::this_thread::get_id();
+  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(&HeldUp::begin, &HeldUp::end));
+  const Enable on(Options().parallel(true));
+  const Stats before = stats();
+  for (int i = 0; i < 5; ++i) {
+    HeldUp::begun = HeldUp::ended = 0;
+    HeldUp::failing = false;
+    const at::Tensor x = at::ones({4}).requires_grad_();
+    std::vector<at::Tensor> parts;
+    for (int k = 0; k < 6; ++k) parts.push_back((x * k).exp());
+    parts.push_back(x.sin());  // made last, so its turn is first
+    parts.back().register_hook([](const at::Tensor&) {
+      HeldUp::begun.wait(0);
+      HeldUp::failing = true;
+      HeldUp::failing.notify_all();
+      throw std::runtime_error("on purpose");
+    });
+    EXPECT_THROW(at::stack(parts).sum().backward(), std::runtime_error);
+    const int begun = HeldUp::begun;
+    EXPECT_GT(begun, 0);
+    EXPECT_EQ(HeldUp::ended, begun) << "a helper works for a call that is over";
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_EQ(HeldUp::begun, begun) << "a helper began a step of a call that is over";
+    EXPECT_FALSE(x.grad().defined());
+  }
+  at::removeCallback(handle);
+  EXPECT_EQ(stats().parallel_calls - before.parallel_calls, 5U);
 }
 
 TEST_F(Parallel, TheSettingReachesTheProcessDefault) {

@@ -1099,6 +1099,44 @@ TEST_F(FusedRuns, LookingInVainIsDoneRarelyButGoesOn) {
   EXPECT_EQ(stats().fused_calls - before.fused_calls, 21U);
 }
 
+// While a group is not looked at, its members run one by one; that must not take a hook's turn from it.
+TEST_F(FusedRuns, AHookMayAddHooksToAGroupThatIsNotLookedAt) {
+  compiler_.instead = [](const GroupRequest& request) {
+    request.entry->refuse(-1);
+    return true;
+  };
+  // sin() may run as soon as the sum has, and does when the group runs, for the hook of cos(); its turn is after that.
+  const auto run = [](bool add, int64_t size) {
+    Record record;
+    const at::Tensor x = at::ones({size}, at::kDouble).requires_grad_();
+    const at::Tensor late = x.sin();
+    const at::Tensor early = x.cos();
+    const at::Tensor sum = early.neg() + late;
+    sum.register_hook([&](const at::Tensor&) {
+      record.line("sum");
+      if (add) log_hook(record, "late", late);
+    });
+    log_hook(record, "early", early);
+    sum.sum().backward();
+    record.tensor("x", x.grad());
+    return record;
+  };
+  const auto [plain, added] = [&] {
+    const Disable off;
+    return std::pair(run(false, 4), run(true, 4));
+  }();
+  EXPECT_EQ(added.lines().size(), 4U);
+  const Enable on(fused(Mode::kBackground));
+  cache_clear();
+  const Stats before = stats();
+  for (int i = 0; i < 30; ++i) EXPECT_EQ(difference(run(false, 4).lines(), plain.lines()), "");
+  ASSERT_EQ(compiler_.asked, 1);
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(difference(run(true, 4).lines(), added.lines()), "") << i;
+  for (int i = 0; i < 4; ++i) run(false, 5);
+  EXPECT_EQ(compiler_.asked, 1) << "a key is hot at its third look, so there was none";
+  EXPECT_EQ(stats().schedule_calls - before.schedule_calls, 39U);
+}
+
 // Hooks that come and go at ever new places would make ever new groups.
 TEST_F(FusedRuns, WaysToCutAGraphAreLimited) {
   const Stats before = stats();

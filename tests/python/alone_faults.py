@@ -874,6 +874,52 @@ def test_fork_while_other_threads_are_inside_backward() -> None:
     assert output.split() == list(SCOPES)
 
 
+@pytest.mark.parametrize("lock", ["of compiler functions", "of references dropped without the GIL"])
+def test_fork_while_another_thread_holds_a_lock_of_the_bindings(lock: str) -> None:
+    """Both are held for a moment and without the GIL; delays make the moment long enough to be hit."""
+    output = in_new_process(
+        f"""
+    lock = {lock!r}
+    """
+        + """
+    from alone_faults import SCOPES, in_child, status_of
+    from oracle import run_threads
+    from retrograd import _C
+    def backward():
+        x = torch.ones(2, requires_grad=True)
+        with SCOPES["callable"]():
+            (x * 2).sum().backward()
+        assert x.grad.tolist() == [2, 2]
+    def busy():
+        while not stop.is_set():
+            if lock == "of compiler functions":
+                backward()
+            else:
+                _C.drop_without_gil(object())
+    def child():
+        _C.perturb_with(0)
+        if lock == "of compiler functions":
+            backward()
+        else:
+            retrograd.cache_clear()  # empties the list
+    def fork():
+        try:
+            for _ in range(60):
+                assert status_of(in_child(child), 10) == 0
+        finally:
+            stop.set()
+    stop = threading.Event()
+    backward()
+    before = _C.perturbations()
+    _C.perturb_with(1)
+    run_threads([fork, busy])
+    assert _C.perturbations() > before
+    print("done")
+    """
+    )
+    assert output.strip() == "done"
+
+
 @pytest.mark.parametrize("moment", ["trace", "lower"])
 def test_fork_while_a_plan_is_being_made(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, want = net_and_gradients()

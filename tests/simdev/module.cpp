@@ -1,11 +1,26 @@
 // The extension module _simdev: the device's registration and the controls of the runtime. simdev.py gives it its form.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "simdev/backend.h"
 
 namespace py = pybind11;
 using simdev::Runtime;
+
+namespace {
+
+// Returns fewer gradients than its node has edges, as only hooks in C++ can: what the edges lead to never comes.
+class SendsNothing final : public torch::autograd::FunctionPostHook {
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list&,
+                                            const torch::autograd::variable_list&) override {
+    return {};
+  }
+};
+
+}  // namespace
 
 PYBIND11_MODULE(_simdev, m) {
   simdev::register_device();
@@ -26,6 +41,8 @@ PYBIND11_MODULE(_simdev, m) {
   });
   m.def("set_synchronous", [](bool on) { Runtime::get().synchronous = on; });
   m.def("drop_wait", [](int64_t n) { Runtime::get().drop_wait(n); }, no_gil);
+  m.def("send_nothing",
+        [](const at::Tensor& made) { made.grad_fn()->add_post_hook(std::make_unique<SendsNothing>()); });
   m.def("reset", [] { Runtime::get().reset(); }, no_gil);
 
   py::class_<simdev::Kernel>(m, "Kernel")

@@ -13,9 +13,30 @@ import torch
 
 torch.utils.rename_privateuse1_backend("sim")
 import _simdev  # noqa: E402
-from _simdev import DEVICES, Kernel, Seen, drop_wait, reset, seen, set_synchronous, synchronize  # noqa: E402
+from _simdev import (  # noqa: E402
+    DEVICES,
+    Kernel,
+    Seen,
+    drop_wait,
+    reset,
+    seen,
+    send_nothing,
+    set_synchronous,
+    synchronize,
+)
 
-__all__ = ["DEVICES", "Kernel", "Seen", "drop_wait", "reset", "seen", "set_delay", "set_synchronous", "synchronize"]
+__all__ = [
+    "DEVICES",
+    "Kernel",
+    "Seen",
+    "drop_wait",
+    "reset",
+    "seen",
+    "send_nothing",
+    "set_delay",
+    "set_synchronous",
+    "synchronize",
+]
 
 
 def set_delay(microseconds: int, where: torch.Stream | int | None = None) -> None:

@@ -1,0 +1,107 @@
+"""What the threads of several devices share in one call: none of its parts can be left unguarded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import simdev
+import torch
+from programs import integers
+from torch import Tensor
+
+import retrograd
+
+
+@pytest.fixture(autouse=True)
+def quick_kernels(clean: None) -> Iterator[None]:
+    simdev.set_delay(0)
+    yield
+    simdev.synchronize()
+
+
+def lanes(loss: Tensor) -> None:
+    before = retrograd.stats()["calls"]["schedule"]
+    try:
+        with retrograd.enable("schedule"):
+            loss.backward()
+    finally:
+        assert retrograd.stats()["calls"]["schedule"] == before + 1
+
+
+def test_two_devices_add_to_one_gradient_all_the_time() -> None:
+    """Each device's thread sends a hundred gradients to the leaf's step while the other does the same."""
+    factors = range(1, 101)
+    for _ in range(20):
+        x = integers(0, 3, seed=1).requires_grad_()
+        here = x * 0
+        there = here.detach().to("sim:1")
+        for factor in factors:
+            here = here + x * factor
+            there = there + x.to("sim:1") * factor
+        lanes(here.sum() + there.sum().to("sim:0"))
+        assert x.grad is not None and x.grad.cpu().tolist() == [2.0 * sum(factors)] * 3
+
+
+def test_a_hook_on_each_device_finds_the_task_described_once() -> None:
+    """Twice, and nodes would wait for twice as many edges as lead to them."""
+    orders: list[list[str]] = []
+
+    def hook(grad: Tensor) -> None:
+        orders.append([node.name() for node in torch._C._current_graph_task_execution_order()])
+
+    x, y = integers(0, 3, seed=1).requires_grad_(), integers(1, 3, seed=2).requires_grad_()
+    a, b = (x * 2).sin(), (y * 3).cos()
+    a.register_hook(hook)
+    b.register_hook(hook)
+    with torch.autograd.set_multithreading_enabled(False):  # else nobody may ask for the order
+        lanes((a.exp() + b.exp().to("sim:0")).sum())
+    assert len(orders) == 2 and orders[0] == orders[1]
+    assert {"SumBackward0", "ToCopyBackward0", "SinBackward0", "CosBackward0"} <= set(orders[0])
+
+
+def test_a_large_task_is_described_while_another_device_goes_on() -> None:
+    """A hook has one device's thread describe the graph, while the other's ends one segment after the other."""
+    for _ in range(20):
+        x, y = integers(0, 2, seed=1).requires_grad_(), integers(1, 2, seed=2).requires_grad_()
+        many, hooked = x * 0, y * 1
+        for _ in range(100):
+            many = many + x.to("sim:1").to("sim:0")
+        for _ in range(500):
+            hooked = hooked + y
+        hooked.register_hook(lambda grad: None)  # its turn on its device is first
+        lanes(many.sum() + hooked.sum().to("sim:0"))
+        assert x.grad is not None and x.grad.cpu().tolist() == [100.0] * 2
+        assert y.grad is not None and y.grad.cpu().tolist() == [501.0] * 2
+
+
+def test_steps_that_never_come_on_two_devices_at_once() -> None:
+    """Neighbours in the schedule are on different devices, so both threads write to the same words all the time."""
+    for steps in [2000] * 5 + [5] * 200:
+        x, y = integers(0, 2, seed=1).requires_grad_(), integers(1, 2, seed=2).requires_grad_()
+        a, b = x, y
+        for _ in range(steps):
+            a, b = a + x, b + y
+        a, b = a * 2, b * 2
+        simdev.send_nothing(a)
+        simdev.send_nothing(b)
+        lanes(a.sum() + b.sum().to("sim:0"))
+        assert x.grad is None and y.grad is None
+
+
+def test_a_step_that_never_comes_though_another_device_has_sent_something() -> None:
+    def run() -> str:
+        x = integers(0, 2, seed=1).requires_grad_()
+        here, there = x * 2, x.to("sim:1") * 3
+        simdev.send_nothing(here)
+        with pytest.raises(RuntimeError) as caught:
+            (here + there.to("sim:0")).sum().backward()
+        assert x.grad is None
+        return str(caught.value)
+
+    with retrograd.disable():
+        want = run()
+    before = retrograd.stats()["calls"]["schedule"]
+    with retrograd.enable("schedule"):
+        assert run() == want
+    assert retrograd.stats()["calls"]["schedule"] == before + 1
