@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -74,7 +75,9 @@ std::vector<Segment> cut_into_segments(const GraphShape& shape, std::span<Node* 
   return segments;
 }
 
-// What the segments of one call share. The stock engine runs them on several threads.
+// What the segments of one call share. The stock engine runs them on several threads, and after an error it neither
+// waits for a segment that is running on another device nor forgets those that it has queued: so their nodes own this,
+// and close() comes before what it refers to goes.
 class LaneCall {
  public:
   explicit LaneCall(PreparedCall& call)
@@ -83,9 +86,39 @@ class LaneCall {
         segments_(cut_into_segments(shape_, call.nodes)),
         starved_(shape_) {
     left_.store(segments_.size(), std::memory_order_relaxed);
+    for (const Segment& segment : segments_) {
+      const auto same =
+          std::ranges::find(tokens_, segment.device, [](const at::Tensor& token) { return token.device(); });
+      tokens_.push_back(same != tokens_.end() ? *same : at::empty({0}, at::TensorOptions().device(segment.device)));
+    }
   }
 
   std::span<const Segment> segments() const { return segments_; }
+
+  // The engine runs a node on the thread of the device that its gradients are on, so each segment gets a tensor without
+  // elements there: the first one of a device from the caller, the others from the one before. From one device to
+  // another goes nothing, which is counted all the same: something would make the caller's streams wait for each other.
+  const at::Tensor& token(uint32_t segment) const { return tokens_[segment]; }
+
+  // Whether the segment may run; then leave() must follow.
+  bool enter() {
+    const std::lock_guard lock(running_mutex_);
+    if (closed_) return false;
+    ++running_;
+    return true;
+  }
+  void leave() {
+    const std::lock_guard lock(running_mutex_);
+    if (--running_ == 0) none_runs_.notify_all();
+  }
+
+  // From now on none begins. Waits for those that run, which end with the step that they are at.
+  void close() {
+    std::unique_lock lock(running_mutex_);
+    closed_ = true;
+    none_runs_.wait(lock, [this] { return running_ == 0; });
+    buffers_.reset();
+  }
 
   // Before any segment runs.
   void begin() {
@@ -166,50 +199,54 @@ class LaneCall {
   PreparedCall& call_;
   const GraphShape& shape_;
   const std::vector<Segment> segments_;
+  std::vector<at::Tensor> tokens_;  // by segment
   std::once_flag begun_, described_;
   std::atomic<size_t> left_{0};
 
   std::mutex mutex_;  // what follows; never held while a node or hook runs
   std::optional<StreamBuffers> buffers_;
   StarvedSteps starved_;
-};
 
-// The engine runs a node on the thread of the device that its gradients are on, so each segment gets a tensor without
-// elements there: the first one of a device from the caller, the others from the one before. From one device to another
-// goes nothing, which is counted all the same: something would make the caller's streams wait for each other.
-using Tokens = std::vector<at::Tensor>;  // by segment
+  std::mutex running_mutex_;  // what follows
+  std::condition_variable none_runs_;
+  size_t running_ = 0;  // segments
+  bool closed_ = false;
+};
 
 class LaneNode final : public Node {
  public:
-  LaneNode(LaneCall& lanes, uint32_t segment, const Tokens& tokens)
-      : Node(/*sequence_nr=*/UINT64_MAX - segment),
-        lanes_(lanes),
-        segment_(lanes.segments()[segment]),
-        tokens_(tokens) {}
+  LaneNode(std::shared_ptr<LaneCall> lanes, uint32_t segment)
+      : Node(/*sequence_nr=*/UINT64_MAX - segment), lanes_(std::move(lanes)), segment_(lanes_->segments()[segment]) {}
   std::string name() const override { return "BackwardRegion"; }
 
  private:
   variable_list apply(variable_list&&) override {
-    lanes_.run(segment_);
+    if (!lanes_->enter()) return variable_list(num_outputs());  // the call has failed
+    {
+      struct Leaving {
+        LaneCall& lanes;
+        ~Leaving() { lanes.leave(); }
+      } const leaving{*lanes_};
+      lanes_->run(segment_);
+    }
     if (segment_.next.empty()) next_edges().clear();  // to the output
     variable_list sent;
-    const auto segments = lanes_.segments();
+    const auto segments = lanes_->segments();
     for (const uint32_t next : segment_.next) {
-      sent.push_back(segments[next].device == segment_.device ? tokens_[next] : at::Tensor());
+      sent.push_back(segments[next].device == segment_.device ? lanes_->token(next) : at::Tensor());
     }
     return sent;
   }
 
-  LaneCall& lanes_;
+  const std::shared_ptr<LaneCall> lanes_;
   const Segment& segment_;
-  const Tokens& tokens_;
 };
 
 // The call's root, on the calling thread. A GraphRoot over all first segments would have a stream, for which those on
 // other devices would wait.
 class LaneRoot final : public Node {
  public:
-  LaneRoot(LaneCall& lanes, const Tokens& tokens) : Node(/*sequence_nr=*/UINT64_MAX), lanes_(lanes), tokens_(tokens) {}
+  explicit LaneRoot(std::shared_ptr<LaneCall> lanes) : Node(/*sequence_nr=*/UINT64_MAX), lanes_(std::move(lanes)) {}
   std::string name() const override { return "BackwardRegion"; }
 
   void begin_with(uint32_t segment, Edge edge) {
@@ -219,14 +256,13 @@ class LaneRoot final : public Node {
 
  private:
   variable_list apply(variable_list&&) override {
-    lanes_.begin();
+    lanes_->begin();
     variable_list sent;
-    for (const uint32_t segment : first_) sent.push_back(tokens_[segment]);
+    for (const uint32_t segment : first_) sent.push_back(lanes_->token(segment));
     return sent;
   }
 
-  LaneCall& lanes_;
-  const Tokens& tokens_;
+  const std::shared_ptr<LaneCall> lanes_;
   std::vector<uint32_t> first_;
 };
 
@@ -248,15 +284,10 @@ bool is_on_several_devices(const PreparedCall& call) {
 
 void run_in_lanes(torch::autograd::Engine& engine, PreparedCall& call) {
   if (call.parent != nullptr && call.parent->order != nullptr) call.parent->order->go_live();
-  LaneCall lanes(call);
-  const auto segments = lanes.segments();
-  Tokens tokens;
-  for (const Segment& segment : segments) {
-    const auto same = std::ranges::find(tokens, segment.device, [](const at::Tensor& token) { return token.device(); });
-    tokens.push_back(same != tokens.end() ? *same : at::empty({0}, at::TensorOptions().device(segment.device)));
-  }
+  const auto lanes = std::make_shared<LaneCall>(call);
+  const auto segments = lanes->segments();
   std::vector<c10::intrusive_ptr<LaneNode>> nodes;
-  for (uint32_t i = 0; i < segments.size(); ++i) nodes.push_back(c10::make_intrusive<LaneNode>(lanes, i, tokens));
+  for (uint32_t i = 0; i < segments.size(); ++i) nodes.push_back(c10::make_intrusive<LaneNode>(lanes, i));
   std::vector<bool> is_first(segments.size(), true);  // of its device
   const edge_list output = make_output(call);
   // From the end, as a node that has edges leading to it must get none of its own.
@@ -265,16 +296,20 @@ void run_in_lanes(torch::autograd::Engine& engine, PreparedCall& call) {
       for (const Edge& edge : output) nodes[i]->add_next_edge(edge);
     }
     for (const uint32_t next : segments[i].next) {
-      nodes[i]->add_next_edge(Edge(nodes[next], nodes[next]->add_input_metadata(tokens[next])));
+      nodes[i]->add_next_edge(Edge(nodes[next], nodes[next]->add_input_metadata(lanes->token(next))));
       if (segments[next].device == segments[i].device) is_first[next] = false;
     }
   }
   const at::Tensor begin = at::empty({0});
-  auto root = c10::make_intrusive<LaneRoot>(lanes, tokens);
+  auto root = c10::make_intrusive<LaneRoot>(lanes);
   root->add_input_metadata(begin);
   for (uint32_t i = 0; i < segments.size(); ++i) {
-    if (is_first[i]) root->begin_with(i, Edge(nodes[i], nodes[i]->add_input_metadata(tokens[i])));
+    if (is_first[i]) root->begin_with(i, Edge(nodes[i], nodes[i]->add_input_metadata(lanes->token(i))));
   }
+  struct Closing {
+    LaneCall& lanes;
+    ~Closing() { lanes.close(); }
+  } const closing{*lanes};
   execute(engine, call, std::move(root), begin, output);
 }
 

@@ -429,24 +429,37 @@ def _explained(answer: dict[str, Any], output: str) -> LoweringError:
     return LoweringError(f"the compiler failed ({why})", output)
 
 
+def _move(source: str, target: str) -> None:
+    try:
+        os.replace(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+
+
 def _hand_over(library: str, job: _Job) -> str:
-    """Moves the library to where its receiver wants it; it is there whole or not at all."""
+    """Moves the library to where its receiver wants it; it is there whole or not at all.
+
+    So does the file next to it that lists the operators for which Inductor has no code of its own. libtorch looks for
+    it under the library's name when it loads that.
+    """
     folder = job.out_dir or tempfile.gettempdir()
     stem = re.sub(r"[^\w.-]+", "_", job.name)[:60]
-    target = None
+    made: list[str] = []
     try:
         fd, target = tempfile.mkstemp(dir=folder, prefix=f"retrograd-{stem}-", suffix=".so")
+        made.append(target)
         os.close(fd)
-        try:
-            os.replace(library, target)
-        except OSError:  # another file system
-            shutil.copyfile(library, target)
+        operators, its_target = (f"{os.path.splitext(path)[0]}.json" for path in (library, target))
+        if os.path.exists(operators):
+            made.append(its_target)
+            _move(operators, its_target)
+        _move(library, target)
         os.chmod(target, 0o700)
         return target
     except OSError as error:
-        if target is not None:
+        for path in made:
             with contextlib.suppress(OSError):
-                os.unlink(target)
+                os.unlink(path)
         raise LoweringError(f"the compiled library cannot be put into {folder} ({error.strerror})") from error
 
 

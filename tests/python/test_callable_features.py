@@ -1857,12 +1857,10 @@ def test_a_table_that_is_looked_up_and_multiplied() -> None:
         rows = torch.tensor([1, 4, 1])
         for lookup_first in (True, False):
             table, w = leaf(5, 4), leaf(4, 2, seed=1)
-            lookup = lambda t=table: F.embedding(rows, t, sparse=True).sum()
-            if lookup_first:
-                y = lookup() + (table @ w).sum()
-            else:
-                y = (table @ w).sum() + lookup()
-            y.backward()
+            parts = [lambda t=table: F.embedding(rows, t, sparse=True).sum(), lambda t=table, w=w: (t @ w).sum()]
+            if not lookup_first:
+                parts.reverse()
+            (parts[0]() + parts[1]()).backward()
             rec.grads(table, w)
 
     # torch's own graphs raise: "add(sparse, dense) is not supported".

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -105,3 +107,40 @@ def test_a_step_that_never_comes_though_another_device_has_sent_something() -> N
     with retrograd.enable("schedule"):
         assert run() == want
     assert retrograd.stats()["calls"]["schedule"] == before + 1
+
+
+@pytest.mark.parametrize("caller_is_busy", [False, True])
+def test_a_call_that_fails_on_one_device_waits_for_the_step_on_the_other(caller_is_busy: bool) -> None:
+    """The stock engine returns at once when the caller has something to do; what its threads then use outlives it."""
+    begun, raised = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def fail(grad: Tensor) -> None:
+        assert begun.wait(20)
+        raised.set()
+        raise ValueError("on purpose")
+
+    def go_on(layer: int) -> None:
+        begun.set()
+        assert raised.wait(20)
+        time.sleep(1)  # until the error has left the hook, and the engine
+        ran.append(layer)
+
+    def on_the_caller(grad: Tensor) -> None:
+        assert raised.wait(20)
+        time.sleep(0.3)
+
+    x, y = integers(0, 3, seed=1).requires_grad_(), integers(1, 3, seed=2).requires_grad_()
+    a, b = x * 2, y
+    a.register_hook(fail)
+    for layer in range(4):
+        b = b * 2
+        b.register_hook(lambda grad, layer=layer: go_on(layer))
+    loss = a.sum() + b.sum().to("sim:0")
+    if caller_is_busy:
+        c = torch.ones(3, dtype=torch.float64, requires_grad=True) * 2
+        c.register_hook(on_the_caller)
+        loss = loss + c.sum().to("sim:0")
+    with pytest.raises(ValueError, match="on purpose"):
+        lanes(loss)
+    assert ran == [3]  # and no further one
