@@ -1,6 +1,6 @@
 """Models whose groups are really compiled by AOTInductor, in a worker process: gradients within stated tolerances.
 
-Four compiles, each done once for the module (half a minute of two cores on the first machine this ran on).
+Five compiles, each done once for the module (half a minute of two cores on the first machine this ran on).
 """
 
 from __future__ import annotations
@@ -45,6 +45,19 @@ class Mixed(nn.Module):
         return self.second(h.sin() + h).tanh()
 
 
+class Complex(nn.Module):
+    """Inductor leaves products of complex numbers to libtorch, and lists them in a file next to the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imag = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.turn = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.real(x), self.imag(x))
+        return (z * self.turn * z).imag
+
+
 def conv() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
@@ -56,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {  # w
     "conv": (conv, (4, 1, 8, 8), 1),
     "transformer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.2, batch_first=True), (3, 5, 16), 1),
     "mixed": (Mixed, (3, 4), 2),
+    "complex": (Complex, (3, 4), 1),
 }
 
 
