@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -93,6 +94,7 @@ class Samples:
         retrograd.cache_clear()
         forget_what_torch_keeps()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what threads that are gone have freed is still in their arenas
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.minutes.append((time.monotonic() - self._start) / 60)
         self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
