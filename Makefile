@@ -28,7 +28,7 @@ test-python: test-setup  ## pytest (PYTEST_ARGS="-k hooks")
 	@scripts/build.sh release retrograd _C python_test_libraries
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-soak: test-setup  ## random programs on all backends for a long time (MINUTES=10 THREADS=8 SOAK_ARGS="--backend fused")
+soak: test-setup  ## random programs on all backends for a long time (MINUTES=10 THREADS=8 SOAK_ARGS="--compile")
 	@scripts/build.sh release retrograd _C
 	@$(PY) tests/python/soak.py --minutes $(or $(MINUTES),10) --threads $(or $(THREADS),8) $(SOAK_ARGS)
 

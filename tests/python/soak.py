@@ -5,7 +5,8 @@ model that all threads share, and a few programs alone in the process, where the
 each wave memory, threads and open files are read with the caches cleared. Ctrl-C ends it, with the summary. The exit
 status is 1 after a mismatch, 2 after a leak.
 
-With `--seed`, one program alone, as a failing test or soak says how to.
+With `--compile`, parts of the programs, one at a time, on plans that are really compiled. With `--seed`, one program
+alone, as a failing test or soak says how to.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import retrograd
 
 SHARE = {"schedule": 6, "compiler": 1, "fused": 1}  # of the programs of a wave; a capture takes a hundred times a run
 PROGRAMS_A_THREAD = 10
+COMPILED_STEPS = 10  # of a program whose plans are compiled
 WARM_UP = 0.3  # of the time
 LEAK = 2.0  # MiB/min of growth after warming up, if it is also more than GROWTH MiB in all
 GROWTH = 24.0
@@ -195,6 +197,28 @@ def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...
     return 1 if mismatches else 2 if leaks else 0
 
 
+def soak_compiled(minutes: float, first_seed: int) -> int:
+    """Parts of random programs, one after the other, whose plans are really compiled: some seconds each."""
+    end, seed, mismatches, total = time.monotonic() + minutes * 60, first_seed, 0, Paths()
+    groups = retrograd.stats()["groups"]["compiled"]
+    while time.monotonic() < end:
+        program, choose = generate(seed), random.Random(seed)
+        by_kind: dict[bool, list[int]] = {False: [], True: []}
+        for step in program.steps:
+            by_kind["backward" in step.kind].append(step.number)
+        steps = {*choose.sample(by_kind[False], min(len(by_kind[False]), COMPILED_STEPS)), *by_kind[True][-1:]}
+        if found := check(program.keep(steps, 2), "fused", total):
+            mismatches += 1
+            numbers = ",".join(map(str, sorted(steps)))
+            arguments = f"--seed {seed} --backend fused --steps {numbers} --rounds 2 --compile"
+            print(f"MISMATCH {mismatches}\n{found}\nmake soak SOAK_ARGS='{arguments}'", flush=True)
+        seed += 1
+        ran = retrograd.stats()["groups"]["compiled"] - groups
+        print(f"{seed - first_seed:5} programs  {ran:6} compiled groups ran  {mismatches} mismatches", flush=True)
+    print(f"\nseeds {first_seed} to {seed - 1}; calls: {dict(+total.calls)}; mismatches: {mismatches}")
+    return 1 if mismatches else 0
+
+
 def _interrupt(journal: Journal) -> None:
     journal.stop = True
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -216,7 +240,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run one program alone")
     parser.add_argument("--steps", help="with --seed: these steps only, by number, separated by commas")
     parser.add_argument("--rounds", type=int, help="with --seed: this many rounds only")
-    parser.add_argument("--compile", action="store_true", help="with --seed: compile plans, which takes minutes")
+    parser.add_argument("--compile", action="store_true", help="compile plans, of one program at a time")
     options = parser.parse_args()
 
     faulthandler.enable()
@@ -225,6 +249,8 @@ def main() -> int:
     retrograd.install()
     prepare_thread()
     with lowering(None if options.compile else "eager"):
+        if options.seed is None and options.compile:
+            return soak_compiled(options.minutes, options.first_seed)
         if options.seed is None:
             backends = (options.backend,) if options.backend else BACKENDS
             return soak(options.minutes, options.threads, options.first_seed, backends)
