@@ -4,6 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -196,7 +198,7 @@ class FusedRun {
     }
     const GroupKey& key = key_;
     const Collecting collecting = collect_group(group, members_, targets_, *inputs_, key_);
-    const GroupPlan* plan = nullptr;
+    Found found;
     switch (collecting.obstacle) {
       case GroupObstacle::kSavedTensorHooks:
       case GroupObstacle::kUntraceable:
@@ -210,16 +212,16 @@ class FusedRun {
         reason_ = ScheduleReason::kNotFusable;
         break;
       case GroupObstacle::kNone:
-        plan = find_plan(group, site, key);
+        found = find_plan(group, site, key);
         break;
     }
-    if (plan == nullptr) {
+    if (found.plan == nullptr || !run_plan(found, group, key.numbers)) {
       if (is_likely_to_last(reason_)) site.pause.lengthen(reason_);
       inputs_.reset();  // before nodes run: what they saved must be theirs alone
       run_members(group);
+      if (failure_) withdraw(*found.entry);
     } else {
       site.pause.end();
-      run_plan(*plan, group, key.numbers);
     }
     return true;
   }
@@ -234,12 +236,21 @@ class FusedRun {
     for (const uint32_t k : group.steps) run_step(k);
   }
 
-  const GroupPlan* find_plan(const Group& group, GroupSite& site, const GroupKey& key) {
+  struct Found {
+    const GroupEntry* entry = nullptr;
+    const GroupPlan* plan = nullptr;  // the entry's
+  };
+  static Found plan_of(const GroupShapes::Version* version) {
+    if (version == nullptr) return {};
+    return {version->entry.get(), version->entry->plan()};
+  }
+
+  Found find_plan(const Group& group, GroupSite& site, const GroupKey& key) {
     const void* found = site.shapes.find(key.fixed[0]);
     if (found == nullptr) {
       if (site.shapes.plan_count() >= kMaxKeys) {
         keeps_changing(group, site);
-        return nullptr;
+        return {};
       }
       found = site.shapes.get_or_build(key.fixed[0], cache::Wait::kYes, []() -> std::shared_ptr<const void> {
         return std::make_shared<const GroupShapes>();
@@ -248,21 +259,21 @@ class FusedRun {
     const auto& shapes = *static_cast<const GroupShapes*>(found);
     const GroupShapes::Version* version = shapes.find(key.numbers);
     if (version != nullptr) {
-      if (const GroupPlan* plan = version->entry->plan()) return plan;
+      if (const Found ready = plan_of(version); ready.plan != nullptr) return ready;
     } else {
       version = shapes.find_or_add(key.numbers);
     }
     if (version == nullptr) {
       keeps_changing(group, site);
-      return nullptr;
+      return {};
     }
     cache::perturb("fused.no_plan");
     if (version->entry->first_look()) {
-      if (const GroupPlan* plan = take_stored(group, shapes, *version)) return plan;
+      if (const Found stored = take_stored(group, shapes, *version); stored.plan != nullptr) return stored;
     }
     make_plan(group, *version, key.numbers);
     // What was left open may have got conditions that this call does not meet.
-    return shapes.find(key.numbers) == version ? version->entry->plan() : nullptr;
+    return shapes.find(key.numbers) == version ? plan_of(version) : Found();
   }
 
   // No more plans for this group. Says so once, and what it is that changes.
@@ -284,16 +295,16 @@ class FusedRun {
   }
 
   // From the plan store, if it has one for the group at hand.
-  const GroupPlan* take_stored(const Group& group, const GroupShapes& shapes, const GroupShapes::Version& version) {
+  Found take_stored(const Group& group, const GroupShapes& shapes, const GroupShapes::Version& version) {
     GroupInputs again;
     again.gradients = inputs_->gradients;
     GroupKey key;
     const Collecting collecting = collect_group(group, members_, targets_, again, key, KeyForm::kPortable);
-    if (collecting.obstacle != GroupObstacle::kNone) return nullptr;
+    if (collecting.obstacle != GroupObstacle::kNone) return {};
     variable_list all = again.gradients;
     all.insert(all.end(), again.tensors().begin(), again.tensors().end());
     auto stored = find_stored({key, all, group.outputs.size()});
-    if (!stored) return nullptr;
+    if (!stored) return {};
     thread_stats().plans_from_store.add(1);
     if (stored->open.empty()) {
       if (version.entry->claim()) version.entry->settle(std::move(stored->plan));
@@ -301,8 +312,7 @@ class FusedRun {
       shapes.add_ready(std::move(stored->numbers), std::move(stored->open), std::move(stored->plan));
       if (version.entry->claim()) version.entry->supersede();
     }
-    const GroupShapes::Version* ready = shapes.find(key.numbers);
-    return ready != nullptr ? ready->entry->plan() : nullptr;
+    return plan_of(shapes.find(key.numbers));
   }
 
   void make_plan(const Group& group, const GroupShapes::Version& version, std::span<const int64_t> numbers) {
@@ -355,16 +365,38 @@ class FusedRun {
     }
   }
 
-  void run_plan(const GroupPlan& plan, const Group& group, std::span<const int64_t> numbers) {
+  // False: the plan failed on its very first run, and all is as before. The graph's own nodes say then whose failure it
+  // was. Later runs let go of what they take, so a failure is the call's.
+  bool run_plan(const Found& found, const Group& group, std::span<const int64_t> numbers) {
     RECORD_FUNCTION("retrograd: fused group", c10::ArrayRef<const c10::IValue>());
+    const GroupPlan& plan = *found.plan;
     variable_list given;
     given.reserve(plan.io().inputs.size());
     const size_t num_gradients = inputs_->gradients.size();
     for (const uint32_t i : plan.io().inputs) {
       given.push_back(i < num_gradients ? inputs_->gradients[i] : inputs_->tensors()[i - num_gradients]);
-      wrapped_.keep_if_wrapped(given.back());
     }
     for (const uint32_t place : plan.io().guards.extra()) given.push_back(at::empty({0, numbers[place]}));
+    variable_list results;
+    const bool first_run = !found.entry->is_proven();
+    if (first_run) {
+      try {
+        results = plan.run(std::move(given));
+      } catch (const c10::OutOfMemoryError&) {
+        throw;
+      } catch (const c10::Error& error) {
+        failure_ = error.what_without_backtrace();
+      } catch (const std::runtime_error& error) {
+        failure_ = error.what();
+      }
+      if (failure_) {
+        reason_ = ScheduleReason::kNotFusable;
+        return false;
+      }
+      found.entry->prove();
+    } else {
+      for (const at::Tensor& input : given) wrapped_.keep_if_wrapped(input);
+    }
     inputs_.reset();
     for (const uint32_t k : group.steps) {
       done_[k] = true;
@@ -373,7 +405,7 @@ class FusedRun {
       call_.nodes[k]->will_release_variables();
       call_.nodes[k]->release_variables();
     }
-    variable_list results = plan.run(std::move(given));
+    if (!first_run) results = plan.run(std::move(given));
     for (size_t k = 0; k < group.outputs.size(); ++k) {
       const int32_t result = plan.io().outputs[k];
       if (result < 0) continue;
@@ -381,6 +413,16 @@ class FusedRun {
       buffers_.add(target, std::move(results[static_cast<size_t>(result)]), {}, *call_.nodes[target.step]);
     }
     ++compiled_groups_;
+    return true;
+  }
+
+  // After the nodes did what the plan could not.
+  void withdraw(const GroupEntry& entry) {
+    entry.withdraw();
+    TORCH_WARN(
+        "retrograd: a compiled plan failed on its first run and is not used again; its part of the backward graph runs "
+        "node by node, as without it. ",
+        *std::exchange(failure_, std::nullopt));
   }
 
   PreparedCall& call_;
@@ -396,6 +438,7 @@ class FusedRun {
   std::vector<Node*> members_, targets_;           // of the group at hand
   std::optional<GroupInputs> inputs_;              // of the group at hand
   GroupKey key_ = std::exchange(spare_key(), {});  // of the group at hand
+  std::optional<std::string> failure_;             // of the plan of the group at hand
   size_t compiled_groups_ = 0;
   ScheduleReason reason_ = ScheduleReason::kNotFusable;
 };

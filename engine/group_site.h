@@ -13,7 +13,7 @@
 
 namespace retrograd {
 
-// One key of one group: cold, then being made, then settled for good, with a plan or without. Shared with the threads
+// One key of one group: cold, then being made, then settled, with a plan or without. Shared with the threads
 // that make the plan, which may outlive the cache's interest in it.
 class GroupEntry {
  public:
@@ -52,6 +52,14 @@ class GroupEntry {
     refused_member_.store(member, std::memory_order_relaxed);
     state_.store(State::kRefused, std::memory_order_release);
   }
+  // Whether the plan has run to its end once.
+  bool is_proven() const noexcept { return proven_.load(std::memory_order_relaxed); }
+  void prove() const noexcept { proven_.store(true, std::memory_order_relaxed); }
+  // Refuses it after all: the plan fails. Whoever runs it goes on.
+  void withdraw() const noexcept {
+    plan_.store(nullptr, std::memory_order_release);
+    refuse(-1);
+  }
   // Another entry serves its calls.
   void supersede() const noexcept { state_.store(State::kSuperseded, std::memory_order_release); }
   int32_t refused_member() const noexcept { return refused_member_.load(std::memory_order_relaxed); }
@@ -61,6 +69,7 @@ class GroupEntry {
   mutable std::atomic<State> state_{State::kCold};
   mutable std::atomic<const GroupPlan*> plan_{nullptr};
   mutable std::atomic<bool> looked_{false};
+  mutable std::atomic<bool> proven_{false};
   mutable std::atomic<uint32_t> calls_{0};
   mutable std::atomic<int32_t> refused_member_{-1};
   mutable std::shared_ptr<const GroupPlan> owner_;  // written once, before plan_

@@ -320,7 +320,8 @@ TEST_F(FusedRuns, InputsAreGivenAway) {
       root.backward({}, keep);
       ASSERT_EQ(counts.size(), 3U);
       // The last exp has a hook: its node runs by itself. Of the gradient, nobody else has a hold.
-      for (const size_t count : counts) EXPECT_TRUE(keep || count == 1) << count;
+      // On a plan's first run all is kept, in case it fails.
+      for (const size_t count : counts) EXPECT_TRUE(keep || i == 0 || count == 1) << count;
     }
   }
   EXPECT_EQ(compiler_.runs, 4);
@@ -457,14 +458,100 @@ TEST_F(FusedRuns, APlanThatThrows) {
     EXPECT_EQ(current_node(), nullptr);
     const Stats after = stats();
     EXPECT_EQ(after.schedule_calls + after.fused_calls, before.schedule_calls + before.fused_calls + 1);
-    // What was not done can be done again, up to what was freed.
-    EXPECT_THROW(net.loss.backward(), c10::Error);
+    EXPECT_THROW(net.loss.backward(), CustomError);  // the graph is still there
   }
   compiler_.wrap = nullptr;
   cache_clear();
   Net net;
   net.loss.backward();
   EXPECT_TRUE(net.x.grad().defined());
+}
+
+// A plan that works in another process, or on other values, and not here.
+class FailingSometimes final : public GroupPlan {
+ public:
+  FailingSometimes(std::shared_ptr<const GroupPlan> inner, std::function<bool(int)> fails, int& tries)
+      : GroupPlan(inner->io()), inner_(std::move(inner)), fails_(std::move(fails)), tries_(tries) {}
+  variable_list run(variable_list&& inputs) const override {
+    if (fails_(tries_++)) throw std::runtime_error("no such kernel");
+    return inner_->run(std::move(inputs));
+  }
+
+ private:
+  const std::shared_ptr<const GroupPlan> inner_;
+  const std::function<bool(int)> fails_;
+  int& tries_;
+};
+
+TEST_F(FusedRuns, APlanThatFailsOnItsFirstRunIsNotMissed) {
+  int tries = 0;
+  compiler_.wrap = [&](std::shared_ptr<const GroupPlan> plan) {
+    return std::make_shared<const FailingSometimes>(std::move(plan), [](int) { return true; }, tries);
+  };
+  const auto run = [](Record& record) {
+    for (int i = 0; i < 3; ++i) {
+      Net net;
+      log_hook(record, "b", net.b);
+      net.loss.backward();
+      for (const at::Tensor& t : {net.x, net.w1, net.w2}) record.tensor("grad", t.grad());
+    }
+  };
+  Record want, got;
+  run(want);
+  const Stats before = stats();
+  {
+    const Enable on(fused());
+    run(got);
+  }
+  EXPECT_EQ(got.lines(), want.lines());
+  const Stats after = stats();
+  EXPECT_EQ(after.schedule_calls, before.schedule_calls + 3);
+  EXPECT_EQ(fallbacks(after, ScheduleReason::kNotFusable), fallbacks(before, ScheduleReason::kNotFusable) + 3);
+  EXPECT_EQ(tries, compiler_.asked) << "a plan that had failed was run again";
+  EXPECT_GT(tries, 0);
+}
+
+TEST_F(FusedRuns, APlanThatFailsWhereItsNodesDoIsKept) {
+  class Fails final : public GroupPlan {
+   public:
+    Fails(size_t outputs, int& tries)
+        : GroupPlan({.inputs = {}, .outputs = std::vector<int32_t>(outputs, -1), .guards = {}}), tries_(tries) {}
+    variable_list run(variable_list&&) const override {
+      ++tries_;
+      throw std::runtime_error("no such kernel");
+    }
+
+   private:
+    int& tries_;
+  };
+  int tries = 0;
+  compiler_.instead = [&](const GroupRequest& request) {
+    request.entry->settle(std::make_shared<const Fails>(request.group.outputs.size(), tries));
+    return true;
+  };
+  const Enable on(fused());
+  for (int i = 1; i <= 2; ++i) {
+    const at::Tensor a = leaf().neg() * leaf(2);
+    const at::Tensor b = a.neg().neg();
+    dynamic_cast<MulBackward0&>(*a.grad_fn()).other_ =
+        torch::autograd::SavedVariable(at::ones({3}, at::kDouble), false);
+    EXPECT_THROW(b.sum().backward(), c10::Error);
+    EXPECT_EQ(tries, i) << "the nodes failed, too, so nothing is known about the plan";
+  }
+}
+
+TEST_F(FusedRuns, APlanThatFailsLaterSaysSo) {
+  int tries = 0;
+  compiler_.wrap = [&](std::shared_ptr<const GroupPlan> plan) {
+    return std::make_shared<const FailingSometimes>(std::move(plan), [](int run) { return run > 0; }, tries);
+  };
+  const Enable on(fused());
+  const auto run = [] { leaf().neg().neg().neg().sum().backward(); };
+  run();
+  EXPECT_EQ(tries, 1);
+  EXPECT_THROW(run(), std::runtime_error);
+  EXPECT_THROW(run(), std::runtime_error);
+  EXPECT_EQ(tries, 3);
 }
 
 // A function of the user's that fails between two groups, and one before and after any.
