@@ -88,10 +88,13 @@ def running_on(backend: str) -> Iterator[None]:
         yield
 
 
+WATCHED = {"leaf_accumulated", "node_after", "node_after_changes"}
+
+
 def comparable(program: Program, backend: str) -> Program:
     """The program without what this backend does not promise."""
     program = program.without(NOT_PROMISED[backend])
-    if backend == "compiler" and program.has(OF_LEAVES):  # what nested calls add to such leaves is lost
+    if backend == "compiler" and program.has(WATCHED):  # what nested calls add to leaves with such hooks is lost
         program = program.without({"hook_nests"})
     # torch's captures look at all nodes, and free all, also those that inputs= leaves out.
     return program if backend != "compiler" else dataclasses.replace(program, parts=False)
