@@ -75,13 +75,18 @@ class _State:
                 is_queued = True
                 self._start(work)
                 return
+            # What holds the lock in this very thread was interrupted by this call: no plan is made until that goes on.
+            wait = wait and not self._lock._is_owned()  # type: ignore[attr-defined]
             with self._lock:
                 if self._stopped:
                     return
                 if self._thread is None:
-                    thread = threading.Thread(target=self._trace_all, name="retrograd-trace", daemon=True)
-                    thread.start()
-                    self._thread = thread
+                    self._thread = threading.Thread(target=self._trace_all, name="retrograd-trace", daemon=True)
+                    try:
+                        self._thread.start()
+                    except BaseException:
+                        self._thread = None
+                        raise
                 self._queue.put(work)
                 is_queued = True
                 self._pending.add(work)

@@ -727,7 +727,7 @@ def test_an_error_of_a_signal_handler_is_not_taken_for_the_compilers(monkeypatch
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same graph", "other graph"])
-@pytest.mark.parametrize("moment", ["trace", "compile", "hook", "compiler"])
+@pytest.mark.parametrize("moment", ["start", "queue", "trace", "compile", "hook", "compiler"])
 def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     net, want = net_and_gradients()
     other, wanted = (net_of(2), want) if same else net_and_gradients(3)
@@ -747,8 +747,17 @@ def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypat
         return graph
 
     _fused.forget()
+    threads = sum(thread.name == "retrograd-trace" for thread in threading.enumerate())
     raises = (lambda: interrupt(signal.SIGALRM), lambda: time.sleep(0.2))
-    if moment == "trace":
+    if moment in ("start", "queue"):  # with the lock that what makes plans needs, too
+        monkeypatch.setattr(_fused, "_state", _fused._State())
+    if moment == "start":
+        Fault(monkeypatch, _fused.threading.Thread, "start", raises[0])
+    elif moment == "queue":
+        pending: Any = type("Pending", (set,), {})()
+        monkeypatch.setattr(_fused._state, "_pending", pending)
+        Fault(monkeypatch, pending, "add", raises[0])
+    elif moment == "trace":
         Fault(monkeypatch, _group_trace, "trace", lambda: [act() for act in raises])
     elif moment == "compile":
         Fault(monkeypatch, _fused._C, "Plan", lambda: [act() for act in raises])
@@ -764,6 +773,29 @@ def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypat
     assert len(inner) == 1
     check_values(wanted, inner[0])
     expect_works(scope, net, want)
+    if moment in ("start", "queue"):
+        assert sum(thread.name == "retrograd-trace" for thread in threading.enumerate()) <= 1 + threads
+
+
+@pytest.mark.parametrize("moment", ["trace", "compile"])
+def test_what_is_traced_calls_backward(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer, say. The thread that makes plans would wait for itself."""
+    net, want = net_and_gradients()
+    other, wanted = net_and_gradients(3)
+    inner: list[list[Tensor]] = []
+
+    def call_backward() -> None:
+        assert threading.current_thread() is _fused._state._thread
+        with fused(), torch.enable_grad():
+            inner.append(step(other))
+
+    _fused.forget()
+    Fault(monkeypatch, *((_group_trace, "trace") if moment == "trace" else (_fused._C, "Plan")), call_backward)
+    with fused(), calls_on("fused", 2):
+        check_values(want, step(net))
+    assert len(inner) == 1
+    check_values(wanted, inner[0])
+    expect_works("fused", net, want)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

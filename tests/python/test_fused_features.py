@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograd
+from retrograd import _fused, _group_trace
 
 
 @pytest.fixture(autouse=True)
@@ -703,6 +704,54 @@ def test_sizes_that_keep_changing_are_named_once(caplog: pytest.LogCaptureFixtur
     assert ran.recordings == 8 and ran.fallbacks == {"too_many_keys": 4}, ran
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "several sizes of tensors at" in warning and warning.endswith("pad to a few sizes.")
+
+
+def test_settings_that_keep_changing_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    retrograd.cache_clear()
+    try:
+        with counting_fused() as ran, retrograd.enable("inductor", mode="blocking"):
+            for threads in range(1, 13):
+                torch.set_num_threads(threads)
+                x = torch.ones(3, requires_grad=True)
+                (x.sin() * 2).cos().sum().backward()
+    finally:
+        torch.set_num_threads(1)
+    assert ran.recordings == 8 and ran.fallbacks == {"too_many_keys": 4}, ran
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "several settings that a plan depends on (intra-op threads" in warning
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_equal_groups_of_one_graph_are_traced_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And traced again where that has failed for want of something."""
+    traced: list[Any] = []
+    trace = _group_trace.trace
+
+    def counting(recording: Any) -> Any:
+        traced.append(recording.name)
+        if fails and len(traced) == 1:
+            raise MemoryError
+        return trace(recording)
+
+    monkeypatch.setattr(_group_trace, "trace", counting)
+    monkeypatch.setattr(_fused, "_warned", {MemoryError})
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+
+    def gradients() -> list[Tensor]:
+        x = torch.ones(2, 4, requires_grad=True)
+        for layer in layers:
+            x = Scale.apply(layer(x).tanh(), 2.0)
+        parameters = [p for layer in layers for p in layer.parameters()]
+        return list(torch.autograd.grad(x.sum(), parameters))
+
+    with retrograd.disable():
+        want = gradients()
+    retrograd.cache_clear()
+    with retrograd.enable("inductor", mode="blocking"), counting_fused() as ran:
+        check_values(want, gradients())
+    assert (ran.fused, ran.recordings, ran.compiled) == (1, 4, 4 - fails), ran
+    assert len(traced) == 2 + fails, traced
 
 
 def test_the_default_backend_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -383,16 +385,38 @@ def test_a_worker_that_died_between_jobs_costs_no_job(fault: Callable[[str], Non
 
 
 @pytest.mark.parametrize(("what", "why"), [("garbage", "nonsense"), ("die", "killed")])
-def test_garbage_and_death_in_a_job_are_that_jobs_error(fault: Callable[[str], None], what: str, why: str) -> None:
+def test_garbage_and_death_in_a_job_are_that_jobs_error(
+    fault: Callable[[str], None], what: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(f"{what}:job")
+    started: list[str] = []
+    worker = _lowering._Worker
+    monkeypatch.setattr(_lowering, "_Worker", lambda compiler: (started.append(compiler), worker(compiler))[1])
     others = folders()
     future = _lowering.submit(simple(), threads=1, name="job")
     pid = the_worker()
     with pytest.raises(LoweringError, match=why) as caught:
         future.result(60)
     assert f"fault: {what}" in caught.value.output  # what it printed last
+    assert len(started) == 1  # it would only go wrong again
     assert not members(pid)
     eventually(lambda: folders() <= others, 5)
+
+
+def test_a_job_right_after_a_shutdown_gets_a_fresh_worker(fault: Callable[[str], None]) -> None:
+    fault("disk:job")
+    with pytest.raises(LoweringError, match="disk is full"):
+        _lowering.submit(simple(), threads=1, name="job").result(60)
+    pool, pid = _lowering._pool, the_worker()
+    eventually(lambda: pool._waiting == 1, 5)
+    with pool._changed:  # the worker's thread does not get to know of one before the other
+        for worker in pool._workers:
+            worker.kill("shut down")
+        pool._generation += 1
+        future = _lowering.submit(simple(), threads=1, name="job")
+    with pytest.raises(LoweringError, match="disk is full"):
+        future.result(60)
+    assert the_worker() != pid
 
 
 def test_shutdown_fails_what_runs_and_what_waits(fault: Callable[[str], None]) -> None:
@@ -432,6 +456,88 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(fault: Callable[[str], 
         future.result(60)
     assert os.waitpid(child, 0)[1] == 0
     assert the_worker() == pid
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("refused", "the graph cannot become a compiled plan: a reason"),
+        ("disk", f"the disk is full: the compiler needs some megabytes in {tempfile.gettempdir()}"),
+        ("memory", "the compiler ran out of memory"),
+        ("compiler", "the compiler failed (a reason)"),
+    ],
+)
+def test_what_a_worker_answers_is_said_in_a_sentence(kind: str, why: str) -> None:
+    error = _lowering._explained({"ok": False, "kind": kind, "why": "a reason"}, "its output")
+    assert error.why == why
+    assert error.output == ("" if kind == "refused" else "its output")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("", 600), ("0", 600), ("-1", 600), ("soon", 600)])
+def test_the_limit_from_the_environment_counts(
+    text: str, seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RETROGRAD_COMPILE_TIMEOUT", text)
+    assert _lowering.compile_timeout() == seconds
+    said = [record.getMessage() for record in caplog.records]
+    wrong = f"RETROGRAD_COMPILE_TIMEOUT={text!r} is no positive number: 600 is used"
+    assert said == ([wrong] if text in ("0", "-1", "soon") else [])
+
+
+# Libraries on their way to the receiver ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """What a worker has made: a library and the list of operators next to it."""
+    library = tmp_path / "job" / "made.so"
+    library.parent.mkdir()
+    (tmp_path / "out").mkdir()
+    library.write_bytes(b"library")
+    library.with_suffix(".json").write_bytes(b"operators")
+    return library
+
+
+def handed_over(library: Path, name: str) -> str:
+    job = _lowering._Job(Future(), {"task": "lower"}, b"", name, str(library.parents[1] / "out"), "")
+    return _lowering._hand_over(str(library), job)
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["alone", "with operators"])
+@pytest.mark.parametrize("far", [False, True], ids=["here", "on another file system"])
+def test_a_library_moves_with_its_list_of_operators(
+    far: bool, lists: bool, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if far:
+        monkeypatch.setattr(_lowering.os, "replace", fails_with(errno.EXDEV))
+    if not lists:
+        made.with_suffix(".json").unlink()
+    target = Path(handed_over(made, "../a name"))
+    assert target.parent == made.parents[1] / "out" and target.name.startswith("retrograd-.._a_name-")
+    assert target.read_bytes() == b"library" and target.stat().st_mode & 0o777 == 0o700
+    if lists:
+        assert target.with_suffix(".json").read_bytes() == b"operators"
+    assert len(list(target.parent.iterdir())) == 1 + lists
+
+
+@pytest.mark.parametrize("which", [".so", ".json"])
+def test_a_library_that_cannot_be_put_where_it_belongs_leaves_nothing(
+    which: str, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copyfile
+    full = fails_with(errno.ENOSPC)
+    monkeypatch.setattr(_lowering.os, "replace", fails_with(errno.EXDEV))
+    monkeypatch.setattr(_lowering.shutil, "copyfile", lambda *a: full() if a[0].endswith(which) else copy(*a))
+    with pytest.raises(LoweringError, match=r"cannot be put into .*out \(No space left on device"):
+        handed_over(made, "full")
+    assert list((made.parents[1] / "out").iterdir()) == []
+
+
+def fails_with(number: int) -> Callable[..., None]:
+    def fail(*ignored: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 # Programs that end --------------------------------------------------------------------------------------------------
