@@ -9,6 +9,7 @@
 #include "bindings/functional_op.h"
 #include "bindings/py_ref.h"
 #include "bindings/recording.h"
+#include "engine/context.h"
 #include "engine/retained.h"
 #include "engine/stats.h"
 #include "engine/stored_plans.h"
@@ -187,6 +188,7 @@ void add_group_compiler(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
   m.def("forward_bound_functions", &forward_bound_functions);
+  m.def("this_thread_makes_plans", [] { retrograd::thread_context().makes_plans = true; });
   static PythonGroupCompiler compiler;
   set_group_compiler(&compiler);
 }

@@ -50,6 +50,7 @@ struct ThreadContext {
   CallFrame* frame = nullptr;  // innermost call in progress on this thread
   FrontEndFlags flags;
   uint32_t blocks = 0;        // open enable() and disable() blocks of Python's
+  bool makes_plans = false;   // this thread makes the fused plans, so it must not wait for one
   uint64_t unpack_hooks = 0;  // saved-tensor hooks run so far: how a step sees that its node ran user code
 
   // The setting that counts: the thread's own; else, on a thread that works for another one's backward call, that

@@ -347,7 +347,7 @@ class FusedRun {
         }
       }
     }
-    bool may_wait = blocking && !mine;
+    bool may_wait = blocking && !mine && !thread_context().makes_plans;
     for (const CallFrame* outer = run_.frame.parent; outer != nullptr; outer = outer->parent) {
       may_wait = may_wait && !outer->making_plan;
     }

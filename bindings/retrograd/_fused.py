@@ -110,6 +110,7 @@ class _State:
             self._plans.clear()
 
     def _trace_all(self) -> None:
+        _C.this_thread_makes_plans()
         while (work := self._queue.get()) is not None:
             self._start(work)
             del work

@@ -777,11 +777,13 @@ def test_a_signal_handler_that_calls_backward(moment: str, same: bool, monkeypat
         assert sum(thread.name == "retrograd-trace" for thread in threading.enumerate()) <= 1 + threads
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["same graph", "other graph"])
 @pytest.mark.parametrize("moment", ["trace", "compile"])
-def test_what_is_traced_calls_backward(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_traced_calls_backward(moment: str, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finalizer, say. The thread that makes plans would wait for itself."""
     net, want = net_and_gradients()
-    other, wanted = net_and_gradients(3)
+    other, wanted = (net_of(2), want) if same else net_and_gradients(3)
+    other.load_state_dict(net.state_dict()) if same else None
     inner: list[list[Tensor]] = []
 
     def call_backward() -> None:
@@ -791,8 +793,12 @@ def test_what_is_traced_calls_backward(moment: str, monkeypatch: pytest.MonkeyPa
 
     _fused.forget()
     Fault(monkeypatch, *((_group_trace, "trace") if moment == "trace" else (_fused._C, "Plan")), call_backward)
-    with fused(), calls_on("fused", 2):
+    before = retrograd.stats()["calls"]
+    with fused():
         check_values(want, step(net))
+    after = retrograd.stats()["calls"]
+    ran = [after[path] - before[path] for path in ("fused", "schedule")]
+    assert ran == ([1, 1] if same else [2, 0])  # the plan that is being made is not there yet
     assert len(inner) == 1
     check_values(wanted, inner[0])
     expect_works("fused", net, want)
