@@ -372,12 +372,12 @@ class CallableCall {
     }
   }
 
-  // The first key of the path: all that a graph depends on beside the nodes. Paths of schedules are in the same trie;
-  // their keys are longer.
-  std::array<uint32_t, 2> head_key() const {
+  // The first key of the path: all that a graph depends on beside the nodes, among it how many gradients are asked for:
+  // nodes that are not reached say nothing of that. Paths of schedules are in the same trie; their keys are longer.
+  std::array<uint32_t, 3> head_key() const {
     const uint32_t mode =
         (call_.setting.options.dynamic() ? 1U : 0U) | (call_.accumulate ? 2U : 0U) | (check_nans_ ? 4U : 0U);
-    return {compiler_->number(), mode};
+    return {compiler_->number(), mode, static_cast<uint32_t>(call_.outputs.size())};
   }
 
   // Whether the graph calls back into hooks and functions of the user's, which may ask the graph task about the graph.

@@ -199,15 +199,18 @@ def test_handing_the_record_over_fails(error: BaseException, monkeypatch: pytest
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), MemoryError(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("retain", [False, True])
-def test_a_plan_fails_as_it_runs(error: BaseException, retain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["first run", "second run"])
+def test_a_plan_fails_as_it_runs(
+    error: BaseException, retain: bool, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, want = net_and_gradients()
-    made: list[Any] = []
+    runs: list[int] = []
     plan = _fused._C.Plan
 
     def failing_plan(forward: Callable[..., Any], *rest: Any) -> Any:
         def run(*inputs: Tensor) -> Any:
-            if not made:
-                made.append(error)
+            runs.append(len(runs))
+            if runs[-1] == (0 if which == "first run" else 1):
                 raise error
             return forward(*inputs)
 
@@ -215,6 +218,9 @@ def test_a_plan_fails_as_it_runs(error: BaseException, retain: bool, monkeypatch
 
     _fused.forget()
     monkeypatch.setattr(_fused._C, "Plan", failing_plan)
+    if which == "second run":
+        with fused(), calls_on("fused", 1):
+            check_values(want, step(net))
     loss = net(leaf(2, 4).detach()).pow(2).sum()
     net.zero_grad()
     with fused():
@@ -222,7 +228,7 @@ def test_a_plan_fails_as_it_runs(error: BaseException, retain: bool, monkeypatch
             loss.backward(retain_graph=retain)
         assert caught.value is error
         assert all(p.grad is None for p in net.parameters())
-        if retain:  # the graph is whole
+        if retain or which == "first run":  # the graph is whole
             with calls_on("fused", 1):
                 loss.backward()
             check_values(want, [p.grad for p in net.parameters()])  # type: ignore[misc]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import collections
 
 import pytest
+import torch
 from fused_oracle import lowering
-from fuzz_oracle import BACKENDS, PATHS, Paths, check, check_shared, check_threads, report
-from random_programs import CALLS, HOOKS, OPERATIONS, Run, generate
+from fuzz_oracle import BACKENDS, PATHS, Paths, check, check_shared, check_threads, difference, observe, report
+from random_programs import CALLS, HOOKS, OPERATIONS, Program, Run, Step, generate
 
 import retrograd
 
@@ -50,6 +51,25 @@ def test_programs_have_steps_of_every_kind_and_errors() -> None:
 
 def test_a_program_is_a_function_of_its_seed() -> None:
     assert generate(7) == generate(7) != generate(8)
+
+
+def test_graphs_that_differ_in_the_number_of_gradients_only() -> None:
+    """Gradients of leaves that are not reached: one, then two, with one cache."""
+    rounds = {"dtype": torch.float64, "exact": True, "parts": True}
+    one = Program(2020424, rounds=((1, 0),), steps=(Step(26, "grad", 3, 21, 274),), **rounds)  # type: ignore[arg-type]
+    two = Program(
+        2020431,
+        rounds=((3, 0),),
+        steps=(Step(4, "function_nested", -2, 1, 534), Step(5, "grad", 2, -2, 1)),
+        **rounds,  # type: ignore[arg-type]
+    )
+    want = [observe(program, "stock") for program in (one, two)]
+    retrograd.cache_clear()
+    before = retrograd.stats()["calls"]["callable"]
+    got = [observe(program, "compiler") for program in (one, two)]
+    assert retrograd.stats()["calls"]["callable"] >= before + 2
+    for program, stock, ours in zip((one, two), want, got, strict=True):
+        assert difference(stock, ours, program, "compiler") is None
 
 
 def test_separate_models_in_threads() -> None:
