@@ -37,8 +37,9 @@ class Helpers {
     return *helpers;
   }
 
-  // How many may help one call. None in a forked child, which has only the thread that forked.
-  uint32_t count() const { return forked_.load(std::memory_order_relaxed) ? 0 : count_; }
+  // How many may help one call. None in a forked child, which has only the thread that forked; there get() could wait
+  // for ever, as another thread of the parent may have been making the helpers.
+  static uint32_t count() { return forked_.load(std::memory_order_relaxed) ? 0 : get().count_; }
 
   // Has some thread help `run`, soon. The runs wait in a queue of ours, not in oneTBB's tasks: ThreadSanitizer sees
   // what is handed over under our lock, and nothing of what happens inside libtbb.
@@ -104,7 +105,7 @@ class ParallelRun : public std::enable_shared_from_this<ParallelRun> {
       : schedule_(schedule),
         shape_(schedule.shape()),
         call_(call),
-        max_helpers_(Helpers::get().count()),
+        max_helpers_(Helpers::count()),
         buffers_(shape_, joints, call),
         steps_(schedule, call, buffers_),
         waiting_for_(shape_.steps.size()),
