@@ -83,6 +83,7 @@ class MakingPlan {
 // can be seen. All at once: each call finding one more, and plans made for each new cut, would take as many calls as
 // there are such nodes.
 void refuse_all(const FusedGraph& graph, std::span<Node* const> nodes) {
+  const PythonGateLock lock(ungated_hooks_exist());  // once, not for every node
   for (uint32_t k = 0; k < nodes.size(); ++k) {
     if (graph.fusable(k, *nodes[k]) == Fusable::kYes && must_run_alone(*nodes[k])) graph.refuse(k);
   }
