@@ -270,6 +270,14 @@ void ensure_validate_outputs(py::handle front_end) {
   op.in_place = true;
 }
 
+// The front end drops calls whose result nothing uses, and does not know that hooks from C++ have effects of their own:
+// the one of retain_grad() fills `.grad`.
+void keep_hooks_of_cpp() {
+  const py::object hooks =
+      py::module_::import("torch._C").attr("_dynamo").attr("compiled_autograd").attr("call_cpp_tensor_pre_hooks");
+  py::module_::import("torch.fx.node").attr("has_side_effect")(hooks);
+}
+
 // What the node's outputs must look like, where they go. Copies, because the nodes that they go to may be in other
 // graphs too: every thread that trains one model has its AccumulateGrad nodes. One copy for each input of a next node,
 // as several outputs may go to the same one.
@@ -436,6 +444,7 @@ Captured capture(const CaptureRequest& request) {
     instance.attr("compiler_fn") = py::cpp_function([](py::object graph) { return graph; });
   }
 
+  keep_hooks_of_cpp();
   if (!request.handed.empty()) ensure_accumulate_grad(instance.ptr());
   const InterfaceGuard guard(std::make_unique<FrontEnd>());
   HandedInputs handed;

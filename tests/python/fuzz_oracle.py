@@ -419,6 +419,24 @@ def sharable(seed: int) -> Program:
     raise AssertionError("no such program")
 
 
+def _observe_in_thread(program: Program, backend: str, leaves: dict[int, Tensor]) -> Seen:
+    """In a new thread, as threads number their nodes from zero."""
+    seen: list[Seen] = []
+    run_threads([lambda: prepare_thread() or seen.append(observe(program, backend, leaves))])
+    return seen[0]
+
+
+def _wrong_gradients(leaves: dict[int, Tensor], single: dict[int, Tensor], times: int) -> str | None:
+    """Whether the leaves do not have what one run gave `single`, so many times."""
+    for number, leaf in leaves.items():
+        one = single[number].grad
+        expected = None if one is None else one.to_dense() * times
+        got = None if leaf.grad is None else leaf.grad.to_dense()
+        if (expected is None) != (got is None) or (got is not None and not torch.equal(got, expected)):
+            return f"leaf {number}: {got} instead of {expected}"
+    return None
+
+
 def check_shared(
     seed: int,
     threads: int,
@@ -435,16 +453,23 @@ def check_shared(
     program = sharable(seed)
     rows = program.rounds[0][0]
     single, shared = make_leaves(program, rows), make_leaves(program, rows)
-    want: list[Seen] = []
-    run_threads([lambda: prepare_thread() or want.append(observe(program, "stock", single))], timeout)
+    want = _observe_in_thread(program, "stock", single)
     failures: list[str] = []
-    limits = Limits(want[0].log, program)
+    limits = Limits(want.log, program)
     assert limits.exact, program
+
+    def alone(backend: str) -> str | None:
+        for _ in range(2):
+            leaves = make_leaves(program, rows)
+            found = difference(want, _observe_in_thread(program, backend, leaves), program, backend)
+            if found := found or _wrong_gradients(leaves, single, 1):
+                return found
+        return None
+
     backends = ("stock", *BACKENDS)
-    if found := check(program, "compiler"):
-        found = report(program, "compiler", found)
-        if TORCHS not in found:
-            return found
+    if found := alone("compiler"):
+        if alone("torch") is None:
+            return f"{program}\non compiler, in one thread, {found}"
         backends = ("stock", "schedule", "schedule", "fused")  # no capture of this program can be right
 
     def work(index: int) -> None:
@@ -453,18 +478,14 @@ def check_shared(
         for _ in range(calls):
             watch(index, f"{program.seed} {backend}, shared")
             got = observe(program, backend, shared)
-            found = difference(want[0], got, program, "schedule" if backend == "stock" else backend)
+            found = difference(want, got, program, "schedule" if backend == "stock" else backend)
             if found:
                 failures.append(f"on {backend}, {found}")
 
     with counting_paths() as ran:
         run_threads([lambda i=i: work(i) for i in range(threads)], timeout)
-    for number, leaf in shared.items():
-        one = single[number].grad
-        expected = None if one is None else one.to_dense() * (threads * calls)
-        got = None if leaf.grad is None else leaf.grad.to_dense()
-        if (expected is None) != (got is None) or (got is not None and not torch.equal(got, expected)):
-            failures.append(f"leaf {number}: {got} instead of {expected}")
+    if found := _wrong_gradients(shared, single, threads * calls):
+        failures.append(found)
     if set(+ran.previous) - {"irregular_call", "not_enabled"}:
         failures.append(f"calls were handed back: {ran}")
     if paths is not None:

@@ -642,6 +642,21 @@ def test_cpp_tensor_pre_hooks() -> None:
     assert runs.retrograd.targets().count("call_cpp_tensor_pre_hooks") == 2
 
 
+def test_retain_grad_where_nothing_uses_the_gradient() -> None:
+    """The root is not on the way to what is asked for; the stock engine fills its `.grad` all the same."""
+
+    def program(rec: Recorder) -> None:
+        for step in range(3):
+            x, elsewhere = leaf(3, seed=step), leaf(3, seed=9)
+            y = x * 2
+            y.retain_grad()
+            rec.say("grad()", torch.autograd.grad([y], [elsewhere], [torch.full((3,), 5.0)], allow_unused=True))
+            rec.grads(x, y)
+
+    # torch's own leaves it out.
+    check_against_eager(run("eager", program), run("retrograd", program))
+
+
 def test_pre_hooks() -> None:
     def program(rec: Recorder) -> None:
         for step in range(3):
