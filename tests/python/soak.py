@@ -26,11 +26,13 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from xml.etree import ElementTree
 
 # Before retrograd and torch are imported.
 if __name__ == "__main__":
     os.environ["RETROGRAD_CACHE"] = "0"
+    # One arena of malloc() for all threads. With one for each, what a thread has freed lies between what lives on, and
+    # resident memory grows for half an hour while allocated memory does not.
+    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 
 import torch
 from fused_oracle import lowering
@@ -43,9 +45,8 @@ SHARE = {"schedule": 6, "compiler": 1, "fused": 1}  # of the programs of a wave;
 PROGRAMS_A_THREAD = 10
 COMPILED_STEPS = 10  # of a program whose plans are compiled
 WARM_UP = 0.3  # of the time
-# A leak: more MiB/min after warming up, and more MiB in all. Resident memory also has what lies free in the arenas of
-# malloc(), one for each thread, for which the bound is wide.
-LEAK = {"resident memory": (2.0, 24.0), "allocated memory": (0.5, 8.0)}
+LEAK = 0.7  # MiB/min of growth after warming up, if it is also more than GROWTH MiB in all
+GROWTH = 12.0
 
 
 class Stopped(Exception):
@@ -84,29 +85,12 @@ def forget_what_torch_keeps() -> None:
             function.cache_clear()
 
 
-def allocated() -> float:
-    """MiB that malloc() has given out, in all its arenas. Unlike resident memory, not what lies free between them."""
-    libc = ctypes.CDLL(None)
-    libc.open_memstream.restype = ctypes.c_void_p
-    text, size = ctypes.c_char_p(), ctypes.c_size_t()
-    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
-    libc.malloc_info(0, stream)
-    libc.fclose(stream)
-    root = ElementTree.fromstring(text.value or b"")
-    libc.free(text)
-    totals = {
-        entry.get("type"): int(entry.get("size", 0)) for entry in [*root.findall("total"), *root.findall("system")]
-    }
-    return (totals["current"] - totals["fast"] - totals["rest"] + totals["mmap"]) / 2**20
-
-
 class Samples:
     """What the process holds, wave by wave."""
 
     def __init__(self) -> None:
         self.minutes: list[float] = []
-        self.resident: list[float] = []  # MiB resident
-        self.allocated: list[float] = []  # MiB
+        self.memory: list[float] = []  # MiB resident
         self.threads: list[int] = []
         self.files: list[int] = []
         self._start = time.monotonic()
@@ -118,8 +102,7 @@ class Samples:
         ctypes.CDLL(None).malloc_trim(0)  # what threads that are gone have freed is still in their arenas
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.minutes.append((time.monotonic() - self._start) / 60)
-        self.resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-        self.allocated.append(allocated())
+        self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
         self.threads.append(len(os.listdir("/proc/self/task")))
         self.files.append(len(os.listdir("/proc/self/fd")))
 
@@ -127,9 +110,9 @@ class Samples:
         """The first sample after warming up."""
         return int(len(self.minutes) * WARM_UP)
 
-    def slope(self, memory: list[float]) -> float:
+    def slope(self) -> float:
         """MiB/min after warming up, by least squares."""
-        x, y = (torch.tensor(values[self.warm() :], dtype=torch.float64) for values in (self.minutes, memory))
+        x, y = (torch.tensor(values[self.warm() :], dtype=torch.float64) for values in (self.minutes, self.memory))
         if len(x) < 3:
             return 0.0
         x = x - x.mean()
@@ -139,18 +122,17 @@ class Samples:
         found, first = [], self.warm()
         if len(self.minutes) - first < 3:
             return found
-        for (name, (rate, in_all)), memory in zip(LEAK.items(), (self.resident, self.allocated), strict=True):
-            grown = memory[-1] - memory[first]
-            if self.slope(memory) > rate and grown > in_all:
-                found.append(f"{name}: {self.slope(memory):.1f} MiB/min, {grown:.0f} MiB in all")
+        grown = self.memory[-1] - self.memory[first]
+        if self.slope() > LEAK and grown > GROWTH:
+            found.append(f"memory: {self.slope():.1f} MiB/min, {grown:.0f} MiB in all")
         for name, counts in (("threads", self.threads), ("open files", self.files)):
             if min(counts[-3:]) > max(counts[first : first + 3]) + 2:
                 found.append(f"{name}: {counts[first]} to {counts[-1]}")
         return found
 
-    def curve(self, memory: list[float], points: int = 12) -> str:
-        step = max(len(memory) // points, 1)
-        return " ".join(f"{m:.1f}:{mib:.0f}" for m, mib in zip(self.minutes[::step], memory[::step], strict=True))
+    def curve(self, points: int = 12) -> str:
+        step = max(len(self.minutes) // points, 1)
+        return " ".join(f"{m:.1f}:{mib:.0f}" for m, mib in zip(self.minutes[::step], self.memory[::step], strict=True))
 
 
 def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...]) -> int:
@@ -200,8 +182,7 @@ def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...
             samples.take()
             print(
                 f"{samples.minutes[-1]:7.1f} min  {counts.total():7} programs  {len(mismatches)} mismatches  "
-                f"{samples.resident[-1]:6.0f} MiB resident  {samples.allocated[-1]:6.1f} MiB allocated  "
-                f"{samples.threads[-1]} threads  {samples.files[-1]} files",
+                f"{samples.memory[-1]:6.0f} MiB  {samples.threads[-1]} threads  {samples.files[-1]} files",
                 flush=True,
             )
     except Stopped:
@@ -211,9 +192,8 @@ def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...
     print(f"\nprograms: {dict(counts)}, seeds {first_seed} to {seed - 1}")
     print(f"calls: {dict(+total.calls)}; on the schedule instead: {dict(+total.schedule)}")
     print(f"handed back: {dict(+total.previous)}; plans, schedules and captures made: {total.made}")
-    for name, memory in (("resident", samples.resident), ("allocated", samples.allocated)):
-        print(f"{name} memory, minute:MiB with caches cleared: {samples.curve(memory)}")
-        print(f"  slope after warming up: {samples.slope(memory):+.2f} MiB/min")
+    print(f"memory, minute:MiB with caches cleared: {samples.curve()}")
+    print(f"slope after warming up: {samples.slope():+.2f} MiB/min")
     print(f"threads {samples.threads[:1]} to {samples.threads[-1:]}, files {samples.files[:1]} to {samples.files[-1:]}")
     print(f"mismatches: {len(mismatches)}; leaks: {', '.join(leaks) or 'none'}")
     journal.close()
