@@ -187,21 +187,24 @@ py::dict explain(const torch::autograd::variable_list& tensors, const torch::aut
 }
 
 // call_cpp_tensor_pre_hooks(index, gradient), as a plain function that says it is torch's module's: captured graphs
-// name it, and Dynamo judges functions by their module.
+// name it, and Dynamo judges functions by their module. A gradient that nothing was sent for is None; the hook gets it
+// too, as in the stock engine.
 void add_call_cpp_tensor_pre_hooks(py::module_& m) {
-  static PyMethodDef definition{"call_cpp_tensor_pre_hooks",
-                                [](PyObject*, PyObject* args) -> PyObject* {
-                                  HANDLE_TH_ERRORS
-                                  Py_ssize_t index = -1;
-                                  PyObject* gradient = nullptr;
-                                  if (!PyArg_ParseTuple(args, "nO", &index, &gradient)) return nullptr;
-                                  TORCH_CHECK_INDEX(index >= 0, "there is no C++ tensor hook ", index, ".");
-                                  TORCH_CHECK_TYPE(THPVariable_Check(gradient), "a C++ tensor hook takes a tensor.");
-                                  return THPVariable_Wrap(retrograd::bindings::call_cpp_tensor_pre_hook(
-                                      static_cast<size_t>(index), THPVariable_Unpack(gradient)));
-                                  END_HANDLE_TH_ERRORS
-                                },
-                                METH_VARARGS, "call_cpp_tensor_pre_hooks(index, gradient) -> gradient"};
+  static PyMethodDef definition{
+      "call_cpp_tensor_pre_hooks",
+      [](PyObject*, PyObject* args) -> PyObject* {
+        HANDLE_TH_ERRORS
+        Py_ssize_t index = -1;
+        PyObject* gradient = nullptr;
+        if (!PyArg_ParseTuple(args, "nO", &index, &gradient)) return nullptr;
+        TORCH_CHECK_INDEX(index >= 0, "there is no C++ tensor hook ", index, ".");
+        TORCH_CHECK_TYPE(Py_IsNone(gradient) || THPVariable_Check(gradient),
+                         "a C++ tensor hook takes a tensor or None.");
+        return THPVariable_Wrap(retrograd::bindings::call_cpp_tensor_pre_hook(
+            static_cast<size_t>(index), Py_IsNone(gradient) ? at::Tensor() : THPVariable_Unpack(gradient)));
+        END_HANDLE_TH_ERRORS
+      },
+      METH_VARARGS, "call_cpp_tensor_pre_hooks(index, gradient) -> gradient"};
   const py::str module("torch._C._dynamo.autograd_compiler");
   m.attr("call_cpp_tensor_pre_hooks") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, nullptr, module.ptr()));

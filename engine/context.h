@@ -23,6 +23,7 @@ struct ThreadStats;
 struct CallFrame {
   CallFrame* parent = nullptr;  // the call this one is nested in; null for an outermost call
   uint64_t depth = 1;           // 1 for an outermost call
+  bool nested = false;          // in a backward call, be it this engine's or another's
   // The node whose step is running, as torch._C._current_autograd_node() should report it; null between steps.
   torch::autograd::Node* current_node = nullptr;
   Order* order = nullptr;  // the call's progress while its steps run

@@ -125,7 +125,8 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
                     .setting = context.in_force(),
                     .flags = context.flags,
                     .entered_on = &stats,
-                    .parent = context.frame};
+                    .parent = context.frame,
+                    .nested = torch::autograd::get_current_graph_task_id() >= 0};
   // Inside a compiled function the flags say so, but a call made there is a call of its own.
   if (call.flags.in_region) call.flags.in_region = call.flags.active_disable = false;
   c10::intrusive_ptr<Node> root = roots[0].function;
@@ -155,7 +156,7 @@ variable_list ReentrantEngine::run(const edge_list& roots, const variable_list& 
   // The region takes the setting along itself; final callbacks, which run after it, may find themselves on another
   // thread if this call is nested.
   std::optional<SettingCarrier> carrier;
-  if (torch::autograd::get_current_graph_task_id() >= 0) carrier.emplace();
+  if (call.nested) carrier.emplace();
   run_in_region(previous(), call);
   if (call.to_previous) {
     stats.count_previous(PreviousReason::kAnomalyMode);

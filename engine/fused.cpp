@@ -320,6 +320,7 @@ class FusedRun {
     const auto& entry = version.entry;
     reason_ = ScheduleReason::kCompiling;
     const bool blocking = is_blocking();
+    const bool waits = blocking && !thread_context().makes_plans;
     using State = GroupEntry::State;
     bool mine = false;
     if (entry->state() == State::kCold) {
@@ -342,13 +343,13 @@ class FusedRun {
       mine = entry->claim();
       if (mine) {
         const MakingPlan making(run_.frame);
-        if (!compiler->make({group, members_, targets_, *inputs_, version, entry, blocking}, call_, run_.frame)) {
+        if (!compiler->make({group, members_, targets_, *inputs_, version, entry, waits}, call_, run_.frame)) {
           reason_ = ScheduleReason::kGraphInUse;
           return;
         }
       }
     }
-    bool may_wait = blocking && !mine && !thread_context().makes_plans;
+    bool may_wait = waits && !mine;
     for (const CallFrame* outer = run_.frame.parent; outer != nullptr; outer = outer->parent) {
       may_wait = may_wait && !outer->making_plan;
     }

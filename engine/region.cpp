@@ -25,6 +25,9 @@ std::optional<ScheduleReason> reason_against_compiler(const PreparedCall& call) 
 
 // Whether the call is one for run_in_lanes().
 bool is_for_lanes(const PreparedCall& call) {
+  // After an error a call in lanes waits for those of its steps that run on other devices. Its own thread may be a
+  // device's, if it is nested; then its steps must not need that device's thread, as they would for lanes of their own.
+  if (call.parent != nullptr && call.parent->nested) return false;
   if (call.setting.options.compiler() != 0) {
     if (torch::autograd::AnomalyMode::is_enabled() || !reason_against_compiler(call)) return false;
     for (const CallFrame* outer = call.parent; outer != nullptr; outer = outer->parent) {
@@ -134,6 +137,7 @@ ScheduleRun schedule_run(PreparedCall& call, GraphTask& task, c10::function_ref<
 CallFrame frame_of(const PreparedCall& call) {
   return {.parent = call.parent,
           .depth = call.parent != nullptr ? call.parent->depth + 1 : 1,
+          .nested = call.nested,
           .retained_on = call.keep_graph || call.create_graph ? call.entered_on : nullptr};
 }
 

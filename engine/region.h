@@ -46,6 +46,7 @@ struct PreparedCall {
   FrontEndFlags flags{};
   const ThreadStats* entered_on = nullptr;  // the thread of the entry
   CallFrame* parent = nullptr;
+  bool nested = false;  // in a backward call, be it this engine's or another's
 
   bool to_previous = false;    // nothing was done: the previous engine must answer, outside the region
   variable_list captured{};    // results, for grad()

@@ -168,10 +168,12 @@ class _State:
         if _runs_eagerly():
             self._make(recording, digest, plan)
             return
-        try:
-            self._turns.take(recording, plan, lambda: self._make(recording, digest, plan))
-        except Exception as error:  # no thread can be started, say
-            self._fail(digest, plan, error)
+        self._turns.take(
+            recording,
+            plan,
+            lambda: self._make(recording, digest, plan),
+            lambda error: self._fail(digest, plan, error),
+        )
 
     def _make(self, recording: Any, digest: bytes, plan: Future[Any]) -> None:
         """Gives `plan` a result or an exception, now or later."""

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from retrograd import _worker
+from retrograd._load import C as _C
 
 __all__ = [
     "Lowered",
@@ -313,12 +314,17 @@ class _Pool:
 
     def _serve(self, generation: int) -> None:
         """A thread's work: one worker, started when there is a job and kept for the next ones."""
+        _C.this_thread_makes_plans()  # code of the user's that gets in here, a finalizer, say, must not wait for one
         worker: _Worker | None = None
         try:
             while (found := self._next(generation)) is not None:
                 job, generation = found
-                worker = self._run(job, worker, generation)
-                self._finished(job)
+                try:
+                    worker = self._run(job, worker, generation)
+                finally:
+                    if not job.future.done():  # an error that nobody foresaw, but somebody waits
+                        job.future.set_exception(LoweringError(f"{job.name} was not compiled"))
+                    self._finished(job)
         finally:
             if worker is not None:
                 self._drop(worker)

@@ -29,6 +29,7 @@ class _Wish:
     recording: Any
     plan: Future[Any]
     make: Callable[[], None]
+    fail: Callable[[BaseException], None]
     deadline: float
 
 
@@ -41,23 +42,35 @@ class Turns:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def take(self, recording: Any, plan: Future[Any], make: Callable[[], None]) -> None:
+    def take(
+        self, recording: Any, plan: Future[Any], make: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
         """Sees to it that `plan` gets what another process stored, or calls `make()`, once, to make it in any case.
 
-        Now, or on a thread of its own where another process is at it. The turn ends when `plan` is done.
+        Now, or on a thread of its own where another process is at it. The turn ends when `plan` is done. What goes
+        wrong goes to `fail()`, which must see to `plan` too.
         """
-        wish = _Wish(recording, plan, make, time.monotonic() + _lowering.compile_timeout())
+        wish = _Wish(recording, plan, make, fail, time.monotonic() + _lowering.compile_timeout())
         if self._try(wish):
             return
         logger.debug("another process is making a plan for %s", recording.name)
+        failed: BaseException | None = None
         with self._changed:
             if self._stopped:
                 plan.set_exception(RuntimeError("the program is ending."))
                 return
             self._wishes.append(wish)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._wait_for_all, name="retrograd-turns", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._wait_for_all, name="retrograd-turns", daemon=True)
+                try:
+                    thread.start()  # it waits for the lock
+                except BaseException as error:  # no threads left
+                    self._wishes.remove(wish)
+                    failed = error
+                else:
+                    self._thread = thread
+        if failed is not None:
+            fail(failed)
 
     def stop(self) -> None:
         """At exit, as a thread must not be inside libtorch when Python goes. Wishes are given up."""
@@ -72,19 +85,23 @@ class Turns:
 
     def _try(self, wish: _Wish) -> bool:
         """Whether it is over with waiting."""
-        turn = _C.reserve_plan(wish.recording)
-        if turn is not None and turn.held:
-            wish.plan.add_done_callback(lambda _: turn.release())
-            found = _C.find_plan(wish.recording)
-            if found is not None:
-                wish.plan.set_result(found)
-                return True
-        elif turn is not None and not turn.reason and time.monotonic() < wish.deadline:
-            return False
-        wish.make()
+        try:
+            turn = _C.reserve_plan(wish.recording)
+            if turn is not None and turn.held:
+                wish.plan.add_done_callback(lambda _: turn.release())
+                found = _C.find_plan(wish.recording)
+                if found is not None:
+                    wish.plan.set_result(found)
+                    return True
+            elif turn is not None and not turn.reason and time.monotonic() < wish.deadline:
+                return False
+            wish.make()
+        except BaseException as error:  # the thread must go on with the other wishes
+            wish.fail(error)
         return True
 
     def _wait_for_all(self) -> None:
+        _C.this_thread_makes_plans()
         while True:
             with self._changed:
                 if self._stopped or not self._wishes:

@@ -548,6 +548,143 @@ def test_while_a_compile_hangs_others_run_and_ctrl_c_ends_the_wait(monkeypatch: 
     expect_works("fused", net, want)
 
 
+PLANS_WITHOUT_COMPILER = """
+    from concurrent.futures import Future
+    from retrograd import _fused, _group_trace, _lowering, _turns
+    C = _fused._C
+    def step(layers):
+        x = torch.ones(3, requires_grad=True)
+        y = x
+        for _ in range(layers):
+            y = y.sin()
+        with torch.enable_grad(), retrograd.enable("inductor", mode="blocking"):
+            y.sum().backward()
+        z = x.detach().requires_grad_()
+        y = z
+        for _ in range(layers):
+            y = y.sin()
+        with torch.enable_grad(), retrograd.disable():
+            y.sum().backward()
+        assert torch.equal(x.grad, z.grad)
+    def returns(layers):
+        thread = threading.Thread(target=step, args=(layers,), daemon=True)
+        thread.start()
+        thread.join(20)
+        return not thread.is_alive()
+    def no_compiler(*args, **kwargs):
+        future = Future()
+        future.set_exception(_lowering.LoweringError("there is no compiler here"))
+        return future
+"""
+
+
+def test_waiting_for_another_process_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go on, and so do the next ones, which wait for the same thread."""
+    monkeypatch.setenv("RETROGRAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("RETROGRAD_LOWERING", raising=False)
+    output = in_new_process(
+        PLANS_WITHOUT_COMPILER
+        + """
+    _lowering.submit = no_compiler
+    class Turn:
+        reason = ""
+        def __init__(self, held):
+            self.held = held
+        def release(self):
+            pass
+    class Stand:  # of the extension: another process has the turn, the first time that one asks
+        def __init__(self):
+            self.asked = 0
+        def __getattr__(self, name):
+            return getattr(C, name)
+        def reserve_plan(self, recording):
+            self.asked += 1
+            return Turn(held=self.asked > 1)
+        def find_plan(self, recording):
+            found, self.found = getattr(self, "found", None), None
+            if isinstance(found, BaseException):
+                raise found
+    def new_stand():
+        retrograd.cache_clear()
+        _turns._C = Stand()
+        return _turns._C
+
+    # No thread can be started.
+    new_stand()
+    start, failed = threading.Thread.start, []
+    def failing(thread):
+        if thread.name == "retrograd-turns" and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+    threading.Thread.start = failing
+    assert returns(3) and failed
+    stand = new_stand()
+    assert returns(4) and stand.asked == 2
+
+    # Something fails on the thread.
+    stand = new_stand()
+    stand.found = MemoryError("once")
+    assert returns(5) and stand.asked == 2
+    stand = new_stand()
+    assert returns(6) and stand.asked == 2
+
+    # What is traced there, a finalizer, say, calls backward on the very graph.
+    stand = new_stand()
+    trace, on = _group_trace.trace, []
+    def traced(recording):
+        if not on:
+            on.append(threading.current_thread().name)
+            step(7)
+        return trace(recording)
+    _group_trace.trace = traced
+    assert returns(7) and on == ["retrograd-turns"], on
+    stand = new_stand()
+    assert returns(8) and stand.asked == 2
+    print("well")
+    """
+    )
+    assert output == "well\n"
+
+
+def test_backward_on_the_thread_of_the_compile_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler of its log messages, say: the plan it asks for can only be compiled after it."""
+    monkeypatch.setenv("RETROGRAD_CACHE", "0")
+    monkeypatch.delenv("RETROGRAD_LOWERING", raising=False)
+    output = in_new_process(
+        PLANS_WITHOUT_COMPILER
+        + """
+    import logging
+    def no_worker(pool, job, generation):
+        raise _lowering.LoweringError("there is no worker here")
+    _lowering._Pool._start = no_worker
+    inside = []
+    class Handler(logging.Handler):
+        def emit(self, record):
+            if threading.current_thread().name == "retrograd-lowering" and not inside:
+                inside.append("begun")
+                step(6)
+                inside.append("ended")
+    logger = logging.getLogger("retrograd")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(Handler())
+    logger.propagate = False
+    assert returns(3) and inside == ["begun", "ended"], inside
+    # An error that nobody foresaw does not leave a call waiting.
+    def unforeseen(pool, job, worker, generation):
+        job.future.set_running_or_notify_cancel()
+        raise ValueError("unforeseen")
+    real, _lowering._Pool._run = _lowering._Pool._run, unforeseen
+    threading.excepthook = lambda args: inside.append(str(args.exc_value))
+    assert returns(4) and inside[2:] == ["unforeseen"], inside
+    _lowering._Pool._run = real
+    assert returns(5)
+    print("well")
+    """
+    )
+    assert output == "well\n"
+
+
 # The plan store ------------------------------------------------------------------------------------------------------
 
 STORE = """

@@ -657,6 +657,32 @@ def test_retain_grad_where_nothing_uses_the_gradient() -> None:
     check_against_eager(run("eager", program), run("retrograd", program))
 
 
+def test_retain_grad_where_no_gradient_comes() -> None:
+    """The hook from C++ gets an undefined gradient, as from the stock engine."""
+
+    class Second(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            return a + b
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+            return None, grads[0]
+
+    def program(rec: Recorder) -> None:
+        for step in range(3):
+            x, y = leaf(2, 3, seed=step), leaf(3, seed=9)
+            first, second = x.unbind()
+            second.retain_grad()
+            left = y * 2
+            left.retain_grad()
+            Second.apply(left, first).sum().backward()  # type: ignore[no-untyped-call]
+            rec.grads(x, y, second, left)
+
+    # torch's own does not survive it.
+    check_against_eager(run("eager", program), run("retrograd", program))
+
+
 def test_pre_hooks() -> None:
     def program(rec: Recorder) -> None:
         for step in range(3):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import simdev
 import torch
+from oracle import run_threads
 from programs import integers
 from torch import Tensor
 
@@ -107,6 +108,51 @@ def test_a_step_that_never_comes_though_another_device_has_sent_something() -> N
     with retrograd.enable("schedule"):
         assert run() == want
     assert retrograd.stats()["calls"]["schedule"] == before + 1
+
+
+def test_a_nested_call_that_fails_while_a_step_on_the_other_device_needs_its_thread() -> None:
+    """The nested call waits for that step on a device's thread, and so the step must do without that thread."""
+    begun, raised = threading.Event(), threading.Event()
+    happened: list[str] = []
+
+    def fail(grad: Tensor) -> None:
+        assert begun.wait(20)
+        raised.set()
+        raise ValueError("on purpose")
+
+    def on_the_other(grad: Tensor) -> None:
+        begun.set()
+        assert raised.wait(20)
+        time.sleep(0.5)  # until the error has left the hook, and the engine
+        with torch.enable_grad():
+            u, v = integers(0, 3, seed=5).requires_grad_(), integers(1, 3, seed=6).requires_grad_()
+            ((u * 2).sum() + (v * 3).sum().to("sim:0")).backward()
+        assert u.grad is not None and v.grad is not None
+        happened.append(f"{u.grad.cpu().tolist()} {v.grad.cpu().tolist()}")
+
+    def on_the_first(grad: Tensor) -> None:
+        with torch.enable_grad():
+            a = integers(0, 3, seed=1).requires_grad_() * 2
+            b = integers(1, 3, seed=2).requires_grad_() * 2
+            a.register_hook(fail)
+            b.register_hook(on_the_other)
+            with pytest.raises(ValueError, match="on purpose"):
+                (a.sum() + b.sum().to("sim:0")).backward()
+        happened.append("failed")
+
+    def outermost() -> None:
+        c = integers(0, 3, seed=3).requires_grad_() * 2
+        c.register_hook(on_the_first)
+        with retrograd.enable("schedule"):
+            (c.sum() + (integers(1, 3, seed=4).requires_grad_() * 2).sum().to("sim:0")).backward()
+        happened.append("ended")
+
+    before = retrograd.stats()
+    run_threads([outermost], 60)
+    after = retrograd.stats()
+    assert happened == ["[2.0, 2.0, 2.0] [3.0, 3.0, 3.0]", "failed", "ended"]
+    assert after["calls"]["schedule"] - before["calls"]["schedule"] == 3
+    assert after["nested_calls"] - before["nested_calls"] == 2
 
 
 @pytest.mark.parametrize("caller_is_busy", [False, True])
