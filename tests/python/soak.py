@@ -20,6 +20,7 @@ import gc
 import linecache
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -30,9 +31,6 @@ from pathlib import Path
 # Before retrograd and torch are imported.
 if __name__ == "__main__":
     os.environ["RETROGRAD_CACHE"] = "0"
-    # One arena of malloc() for all threads. With one for each, what a thread has freed lies between what lives on, and
-    # resident memory grows for half an hour while allocated memory does not.
-    ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 
 import torch
 from fused_oracle import lowering
@@ -90,7 +88,7 @@ class Samples:
 
     def __init__(self) -> None:
         self.minutes: list[float] = []
-        self.memory: list[float] = []  # MiB resident
+        self.memory: list[float] = []  # MiB resident that are no file's: libtorch's code comes in as it is used
         self.threads: list[int] = []
         self.files: list[int] = []
         self._start = time.monotonic()
@@ -99,10 +97,10 @@ class Samples:
         retrograd.cache_clear()
         forget_what_torch_keeps()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what threads that are gone have freed is still in their arenas
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        ctypes.CDLL(None).malloc_trim(0)
+        (anonymous,) = re.findall(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())
         self.minutes.append((time.monotonic() - self._start) / 60)
-        self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        self.memory.append(int(anonymous) / 1024)
         self.threads.append(len(os.listdir("/proc/self/task")))
         self.files.append(len(os.listdir("/proc/self/fd")))
 
