@@ -28,8 +28,7 @@ test-python: test-setup  ## pytest (PYTEST_ARGS="-k hooks")
 	@scripts/build.sh release retrograd _C python_test_libraries
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-# One allocator and one heap: with Python's own, and one of malloc()'s for each thread, what was freed lies between what
-# lives on, and resident memory grows for half an hour while allocated memory does not.
+# One allocator and one heap, so that malloc() knows of all that is allocated, and little lies free in between.
 soak: test-setup  ## random programs on all backends for a long time (MINUTES=10 THREADS=8 SOAK_ARGS="--compile")
 	@scripts/build.sh release retrograd _C
 	@PYTHONMALLOC=malloc MALLOC_ARENA_MAX=1 $(PY) tests/python/soak.py --minutes $(or $(MINUTES),10) --threads $(or $(THREADS),8) $(SOAK_ARGS)
