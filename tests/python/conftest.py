@@ -3,6 +3,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -20,6 +21,8 @@ if "RETROGRAD_CACHE_DIR" not in os.environ:
 os.environ["RETROGRAD_BACKEND"] = "schedule"
 # `parallel=True` then also means graphs that are too small to gain from it.
 os.environ["RETROGRAD_PARALLEL"] = "always"
+# A shell starts jobs in the background with Ctrl-C ignored, which these tests' children would be, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
