@@ -79,7 +79,7 @@ def forget_what_torch_keeps() -> None:
     linecache.clearcache()
     torch._dynamo.reset()
     torch._subclasses.FakeTensorMode.cache_clear()
-    # Those of symbolic numbers' operators are said to be in _operator.
+    # Those around the operators of symbolic numbers say that they are of the module _operator.
     symbolic = ("torch.fx.experimental.", "torch.utils._sympy.", "sympy.", "_operator", "torch._inductor.codecache")
     for function in gc.get_objects():
         if type(function) is functools._lru_cache_wrapper and function.__module__.startswith(symbolic):
