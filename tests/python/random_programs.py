@@ -176,6 +176,7 @@ class Run:
         self.handles: dict[int, list[Any]] = {}
         self.constant: float = 0
         self.nodes: list[Any] = []
+        self.parts: list[Tensor] = []  # outputs that may go unused; they retain their gradient
         self.depth = 0  # of backward calls that hooks make
 
     def __call__(self) -> Log:
@@ -201,6 +202,7 @@ class Run:
         # Nodes refer to this object, through hooks and functions, where no garbage collection sees it.
         self.pool.clear()
         self.roots.clear()
+        self.parts.clear()
         return self.log
 
     def do(self, step: Step) -> None:
@@ -219,7 +221,7 @@ class Run:
 
     def start_anew(self) -> None:
         """Forgets all results but the leaves."""
-        self.roots = []
+        self.roots, self.parts = [], []
         # Threads that index a tensor that they share can deadlock in PyTorch (the tensor's mutex and the GIL).
         self.pool = {
             n: self.leaves[n] if self.shared is None else self.leaves[n] * 1 for n in (CONSTANT, ROWS_B, ROWS_A)
@@ -241,7 +243,7 @@ class Run:
         if self.shared is None:
             self.log.say(label, [tensor.grad for _, tensor in sorted(self.leaves.items())])
         kept = [tensor.grad for _, tensor in sorted(self.pool.items()) if not tensor.is_leaf and tensor.retains_grad]
-        self.log.say(f"{label}, retained", kept)
+        self.log.say(f"{label}, retained", kept, [part.grad for part in self.parts])
 
     def call(self, step: Step, backward: Callable[[], Any]) -> None:
         """Makes a backward call. After an error, nothing that depends on how far it got goes on."""
@@ -278,6 +280,11 @@ class Run:
     def bounded(self, value: Tensor) -> Tensor:
         """For results that might grow from step to step."""
         return value.clamp(-8, 8) if self.program.exact else value.tanh()
+
+    def retain_part(self, part: Tensor) -> None:
+        if part.requires_grad:
+            part.retain_grad()
+            self.parts.append(part)
 
     def factor(self, value: Tensor) -> Tensor:
         """Something small to multiply by."""
@@ -476,12 +483,16 @@ def cut(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
 @operation()
 def split(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
     first, second = a.split([1, COLUMNS - 1], 1)
+    if step.choice % 5 == 0:
+        run.retain_part(first)
     return torch.cat([second, first], 1) if step.choice % 2 else torch.cat([second, b[:, :1]], 1)
 
 
 @operation()
 def unbind(run: Run, step: Step, a: Tensor, b: Tensor) -> Tensor:
     parts = a.unbind(1)
+    if step.choice % 5 == 0:
+        run.retain_part(parts[2])
     return torch.stack([parts[step.choice % 4], b[:, 0], parts[1] if step.choice % 3 else parts[3], parts[0]], 1)
 
 
