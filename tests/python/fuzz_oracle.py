@@ -10,10 +10,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -437,6 +440,16 @@ def _wrong_gradients(leaves: dict[int, Tensor], single: dict[int, Tensor], times
     return None
 
 
+def _sharable_alone(program: Program, backend: str, want: Seen, single: dict[int, Tensor]) -> str | None:
+    """How a run in one thread differs from the stock engine's `want`, which left its gradients on `single`."""
+    for _ in range(2):
+        leaves = make_leaves(program, program.rounds[0][0])
+        found = difference(want, _observe_in_thread(program, backend, leaves), program, backend)
+        if found := found or _wrong_gradients(leaves, single, 1):
+            return found
+    return None
+
+
 def check_shared(
     seed: int,
     threads: int,
@@ -455,20 +468,11 @@ def check_shared(
     single, shared = make_leaves(program, rows), make_leaves(program, rows)
     want = _observe_in_thread(program, "stock", single)
     failures: list[str] = []
-    limits = Limits(want.log, program)
-    assert limits.exact, program
-
-    def alone(backend: str) -> str | None:
-        for _ in range(2):
-            leaves = make_leaves(program, rows)
-            found = difference(want, _observe_in_thread(program, backend, leaves), program, backend)
-            if found := found or _wrong_gradients(leaves, single, 1):
-                return found
-        return None
+    assert Limits(want.log, program).exact, program
 
     backends = ("stock", *BACKENDS)
-    if found := alone("compiler"):
-        if alone("torch") is None:
+    if found := _sharable_alone(program, "compiler", want, single):
+        if ask_torchs(["--seed", str(seed), "--shared"]) is None:
             return f"{program}\non compiler, in one thread, {found}"
         backends = ("stock", "schedule", "schedule", "fused")  # no capture of this program can be right
 
@@ -524,12 +528,17 @@ def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 
 
 def how_to_replay(program: Program, backend: str, whole: Program) -> str:
     """The command that runs this part of a whole program again."""
-    command = f"make soak SOAK_ARGS='--seed {program.seed} --backend {backend}"
+    return f"make soak SOAK_ARGS='--backend {backend} {' '.join(_options(program, whole))}'"
+
+
+def _options(program: Program, whole: Program) -> list[str]:
+    """With these, soak.py runs this part of a whole program."""
+    options = ["--seed", str(program.seed)]
     if program.steps != whole.steps:
-        command += f" --steps {','.join(str(step.number) for step in program.steps)}"
+        options += ["--steps", ",".join(str(step.number) for step in program.steps)]
     if program.rounds != whole.rounds:
-        command += f" --rounds {len(program.rounds)}"
-    return command + "'"
+        options += ["--rounds", str(len(program.rounds))]
+    return options
 
 
 TORCHS = "torch's own compiled autograd:"
@@ -540,10 +549,7 @@ def report(program: Program, backend: str, found: str, fails: Callable[[Program]
     fails = fails or (lambda smaller: check(smaller, backend))
     small = shrink(program, lambda smaller: fails(smaller) is not None)
     again = fails(small)
-    torchs = None
-    if backend == "compiler":
-        plain = comparable(small, backend)
-        torchs = difference(observe(plain, "stock"), observe(plain, "torch"), plain, backend)
+    torchs = ask_torchs(_options(small, program)) if backend == "compiler" else None
     return "\n".join(
         [
             f"seed {program.seed} on {backend}: {found}",
@@ -554,3 +560,34 @@ def report(program: Program, backend: str, found: str, fails: Callable[[Program]
             how_to_replay(small, backend, program),
         ]
     )
+
+
+# --- torch's own compiled autograd, which may differ where a compiler function does ---
+
+DIFFERS = "DIFFERS "
+
+
+def ask_torchs(options: Sequence[str]) -> str | None:
+    """How torch's own compiled autograd differs from the stock engine on what these options of soak.py name.
+
+    In a process of its own, as torch never lets go of what it captures.
+    """
+    command = [sys.executable, str(Path(__file__).with_name("soak.py")), "--backend", "torch", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, start_new_session=True)
+    _, differs, found = done.stdout.partition(DIFFERS)
+    if done.returncode not in (0, 1) or bool(differs) != (done.returncode == 1):
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return found.strip() if differs else None
+
+
+def check_torchs(program: Program) -> str | None:
+    """What `ask_torchs()` asks, in this process."""
+    program = comparable(program, "compiler")
+    return difference(observe(program, "stock"), observe(program, "torch"), program, "compiler")
+
+
+def check_torchs_sharable(seed: int) -> str | None:
+    """The same for the program of `check_shared()`, in one thread."""
+    program = sharable(seed)
+    single = make_leaves(program, program.rounds[0][0])
+    return _sharable_alone(program, "torch", _observe_in_thread(program, "stock", single), single)

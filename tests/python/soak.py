@@ -35,7 +35,19 @@ if __name__ == "__main__":
 
 import torch
 from fused_oracle import lowering
-from fuzz_oracle import BACKENDS, TORCHS, Paths, check, check_shared, check_threads, prepare_thread, report
+from fuzz_oracle import (
+    BACKENDS,
+    DIFFERS,
+    TORCHS,
+    Paths,
+    check,
+    check_shared,
+    check_threads,
+    check_torchs,
+    check_torchs_sharable,
+    prepare_thread,
+    report,
+)
 from random_programs import Program, generate
 
 import retrograd
@@ -84,6 +96,17 @@ def forget_what_torch_keeps() -> None:
     for function in gc.get_objects():
         if type(function) is functools._lru_cache_wrapper and function.__module__.startswith(symbolic):
             function.cache_clear()
+
+
+def settle_interned_strings() -> list[str]:
+    """Gives CPython's table of interned strings the size that it keeps as long as the result lives.
+
+    Tracing interns names without end, most of which go again. When the table is full, of them and of what went, it is
+    made anew for three times as many as live, rounded up to a power of two. With what torch interns that came close to
+    where the size doubles, to 7.3 MiB, so that it did at some time or other; with these strings it is past that.
+    """
+    strings = [sys.intern(f"soak, interned string {i}") for i in range(200_000)]
+    return strings[:40_000]
 
 
 def allocated() -> float:
@@ -156,6 +179,7 @@ class Samples:
 
 def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...]) -> int:
     journal, samples, total = Journal(), Samples(), Paths()
+    interned = settle_interned_strings()
     choose, counts = random.Random(first_seed), collections.Counter[str]()
     mismatches: list[str] = []
     signal.signal(signal.SIGINT, lambda *_: _interrupt(journal))
@@ -208,6 +232,7 @@ def soak(minutes: float, threads: int, first_seed: int, backends: tuple[str, ...
     except Stopped:
         print("stopped")
     faulthandler.cancel_dump_traceback_later()
+    del interned
     leaks = samples.leaks()
     print(f"\nprograms: {dict(counts)}, seeds {first_seed} to {seed - 1}")
     print(f"calls: {dict(+total.calls)}; on the schedule instead: {dict(+total.schedule)}")
@@ -250,8 +275,11 @@ def _interrupt(journal: Journal) -> None:
 
 def one(program: Program, backend: str) -> int:
     print(program)
-    found = check(program, backend)
-    print(found or f"no difference on {backend}")
+    return tell(check_torchs(program) if backend == "torch" else check(program, backend), backend)
+
+
+def tell(found: str | None, backend: str) -> int:
+    print(f"{DIFFERS}{found}" if found else f"no difference on {backend}")
     return 1 if found else 0
 
 
@@ -259,13 +287,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--backend", choices=BACKENDS, help="this one only")
+    parser.add_argument(
+        "--backend", choices=(*BACKENDS, "torch"), help="this one only; with --seed also torch's own compiled autograd"
+    )
     parser.add_argument("--first-seed", type=int, default=100_000)
     parser.add_argument("--seed", type=int, help="run one program alone")
     parser.add_argument("--steps", help="with --seed: these steps only, by number, separated by commas")
     parser.add_argument("--rounds", type=int, help="with --seed: this many rounds only")
+    parser.add_argument("--shared", action="store_true", help="with --seed and torch: the program that threads share")
     parser.add_argument("--compile", action="store_true", help="compile plans, of one program at a time")
     options = parser.parse_args()
+    if options.seed is None and options.backend == "torch":
+        parser.error("--backend torch is for one program: give its --seed.")
+    if options.shared and (options.seed is None or options.backend != "torch"):
+        parser.error("--shared goes with --seed and --backend torch.")
 
     faulthandler.enable()
     torch.set_warn_always(True)
@@ -278,6 +313,8 @@ def main() -> int:
         if options.seed is None:
             backends = (options.backend,) if options.backend else BACKENDS
             return soak(options.minutes, options.threads, options.first_seed, backends)
+        if options.shared:
+            return tell(check_torchs_sharable(options.seed), "torch")
         steps = None if options.steps is None else {int(number) for number in options.steps.split(",")}
         return one(generate(options.seed).keep(steps, options.rounds), options.backend or "schedule")
 
