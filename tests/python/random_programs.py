@@ -199,10 +199,10 @@ class Run:
                     self.log.say(f"{step.number} error", f"{type(error).__name__}: {error}")
             self.tell_gradients("after the round")
             self.remove_hooks()
-        # Nodes refer to this object, through hooks and functions, where no garbage collection sees it.
-        self.pool.clear()
-        self.roots.clear()
-        self.parts.clear()
+        self.forget_results()
+        if self.shared is None:
+            for leaf in self.leaves.values():
+                leaf.grad = None
         return self.log
 
     def do(self, step: Step) -> None:
@@ -219,9 +219,21 @@ class Run:
     def take(self, number: int) -> Tensor:
         return self.pool[max(known for known in self.pool if known <= number)]
 
+    def forget_results(self) -> None:
+        """Ends what would keep graphs, which refer to this object, through hooks and functions, for ever.
+
+        A gradient that has a graph, after `create_graph`, can refer to the tensor that it is the gradient of, where no
+        garbage collection sees it; in any engine.
+        """
+        for tensor in (*self.pool.values(), *self.parts):
+            if tensor.retains_grad:  # false for leaves
+                tensor.grad = None
+        for results in (self.pool, self.roots, self.parts):
+            results.clear()
+
     def start_anew(self) -> None:
         """Forgets all results but the leaves."""
-        self.roots, self.parts = [], []
+        self.forget_results()
         # Threads that index a tensor that they share can deadlock in PyTorch (the tensor's mutex and the GIL).
         self.pool = {
             n: self.leaves[n] if self.shared is None else self.leaves[n] * 1 for n in (CONSTANT, ROWS_B, ROWS_A)

@@ -58,7 +58,7 @@ COMPILED_STEPS = 10  # of a program whose plans are compiled
 WARM_UP = 0.3  # of the time
 # A leak: more MiB/min after warming up, and more MiB in all. Resident memory also has what lies free between what is in
 # use, and that grows for long: so its bound is wide.
-LEAK = {"resident memory": (2.0, 24.0), "allocated memory": (0.5, 8.0)}
+LEAK = {"resident memory": (1.0, 12.0), "allocated memory": (0.25, 4.0)}
 
 
 class Stopped(Exception):
