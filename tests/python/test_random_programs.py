@@ -6,11 +6,23 @@ A failing test prints the smallest program that fails, and the command that runs
 from __future__ import annotations
 
 import collections
+import gc
 
 import pytest
 import torch
 from fused_oracle import lowering
-from fuzz_oracle import BACKENDS, PATHS, Paths, check, check_shared, check_threads, difference, observe, report
+from fuzz_oracle import (
+    BACKENDS,
+    PATHS,
+    Paths,
+    ask_torchs,
+    check,
+    check_shared,
+    check_threads,
+    difference,
+    observe,
+    report,
+)
 from random_programs import CALLS, HOOKS, OPERATIONS, Program, Run, Step, generate
 
 import retrograd
@@ -39,6 +51,33 @@ def test_most_calls_ran_as_asked_for(backend: str) -> None:
     if not calls:
         pytest.skip("the programs were left out")
     assert calls["previous"] == 0 and calls[PATHS[backend]] >= LEAST[backend] * calls.total(), ran[backend]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_leave_no_graph_and_no_capture_behind(backend: str) -> None:
+    def kept() -> collections.Counter[str]:
+        retrograd.cache_clear()
+        for _ in range(2):  # what goes may let go of more
+            gc.collect()
+        kinds = {"Run", "AutogradCompilerInstance", "CheckpointFunctionBackward"}
+        return collections.Counter(name for o in gc.get_objects() if (name := type(o).__name__) in kinds)
+
+    paths, before = Paths(), kept()
+    with lowering("eager"):
+        for seed in range(3000, 3015):
+            assert check(generate(seed), backend, paths) is None
+        # This one keeps a gradient that has a graph, in which the gradient's own tensor is saved.
+        assert check(generate(91004001), backend, paths) is None
+    assert paths.calls[PATHS[backend]] > 20, paths
+    assert kept() == before
+
+
+def test_torchs_own_compiled_autograd_is_asked_in_another_process() -> None:
+    hook_changes_size = ["--seed", "90029930", "--steps", "0,24", "--rounds", "1"]
+    assert "has changed the size of value" in (ask_torchs(hook_changes_size) or "")
+    assert ask_torchs(["--seed", "5", "--shared"]) is None
+    with pytest.raises(RuntimeError, match="invalid int value"):
+        ask_torchs(["--seed", "five"])
 
 
 def test_programs_have_steps_of_every_kind_and_errors() -> None:
