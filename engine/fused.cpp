@@ -407,7 +407,7 @@ class FusedRun {
       call_.nodes[k]->will_release_variables();
       call_.nodes[k]->release_variables();
     }
-    if (!first_run) results = plan.run(std::move(given));
+    if (!first_run) results = plan.run(std::move(given));  // NOLINT(bugprone-use-after-move): or the first run took it
     for (size_t k = 0; k < group.outputs.size(); ++k) {
       const int32_t result = plan.io().outputs[k];
       if (result < 0) continue;

@@ -72,7 +72,9 @@ const CutGraph* FusedGraph::cut(std::span<Node* const> nodes) const {
   const GraphShape& shape = schedule_.shape();
   thread_local std::vector<std::byte> key;
   key.assign(shape.steps.size(), std::byte{0});
-  for (uint32_t k = 0; k < nodes.size(); ++k) key[k] = std::byte{fusable(k, *nodes[k]) == Fusable::kYes};
+  for (uint32_t k = 0; k < nodes.size(); ++k) {
+    if (fusable(k, *nodes[k]) == Fusable::kYes) key[k] = std::byte{1};
+  }
   const void* cut = cuts_.find(key);
   if (cut == nullptr) {
     if (cuts_.plan_count() >= kMaxCuts) return nullptr;

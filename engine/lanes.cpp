@@ -38,7 +38,8 @@ struct Segment {
 std::vector<Segment> cut_into_segments(const GraphShape& shape, std::span<Node* const> nodes) {
   std::vector<c10::Device> devices;
   for (Node* node : nodes) devices.push_back(device_of(*node));
-  std::vector<bool> ends(nodes.size(), false), begins(nodes.size(), false);
+  std::vector<bool> ends(nodes.size(), false);
+  std::vector<bool> begins(nodes.size(), false);
   const auto for_each_crossing = [&](const auto& visit) {
     for (uint32_t k = 0; k < nodes.size(); ++k) {
       for (const EdgeShape& edge : shape.edges_of(shape.steps[k])) {

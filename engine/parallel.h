@@ -10,6 +10,7 @@
 // accelerator streams.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -58,7 +59,7 @@ class Pace {
     std::atomic<int64_t> time{0};  // ns, moving average
     std::atomic<uint32_t> runs{0};
   };
-  Side sides_[2];  // serial, parallel
+  std::array<Side, 2> sides_;  // serial, parallel
   std::atomic<uint32_t> calls_{0};
 };
 

@@ -106,7 +106,7 @@ std::vector<std::byte> reservation_key(const GroupKey& key, const std::vector<bo
   std::vector<std::byte> mask;
   for (size_t i = 0; i < open.size(); ++i) {
     if (open[i]) closed.numbers[i] = 0;
-    mask.push_back(std::byte{open[i]});
+    mask.push_back(open[i] ? std::byte{1} : std::byte{0});
   }
   std::vector<std::byte> bytes = exact_key(closed);
   bytes.insert(bytes.end(), mask.begin(), mask.end());
