@@ -32,6 +32,8 @@ from xml.etree import ElementTree
 # Before retrograd and torch are imported.
 if __name__ == "__main__":
     os.environ["RETROGRAD_CACHE"] = "0"
+    # oneDNN keeps what it makes for a shape: by default 1,024 of them, which takes longer than a warm-up and 22 MiB.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 import torch
 from fused_oracle import lowering
