@@ -23,6 +23,7 @@ from fuzz_oracle import (
     observe,
     report,
 )
+from oracle import content
 from random_programs import CALLS, HOOKS, OPERATIONS, Program, Run, Step, generate
 
 import retrograd
@@ -70,6 +71,11 @@ def test_programs_leave_no_graph_and_no_capture_behind(backend: str) -> None:
         assert check(generate(91004001), backend, paths) is None
     assert paths.calls[PATHS[backend]] > 20, paths
     assert kept() == before
+
+
+def test_values_are_told_whatever_the_stride_of_a_single_element() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    assert {content(one.as_strided((1,), (stride,))) for stride in (0, 1, 4)} == {content(one)} != {content(-one)}
 
 
 def test_torchs_own_compiled_autograd_is_asked_in_another_process() -> None:
